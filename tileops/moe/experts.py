@@ -1,0 +1,282 @@
+"""The expert MLP on rows grouped by expert, and with the permutes around it."""
+
+from __future__ import annotations
+
+import torch
+
+from tileops import check, targets
+from tileops.layouts import ContiguousLayoutSpec, MGroupedLayoutSpec, layout_argument
+from tileops.moe.grouped_gemm import ACTIVATIONS, check_metadata, check_rows
+from tileops.moe.op import Op
+from tileops.overlap import refuse_overlap
+
+torch.library.define(
+    "tileops::fused_moe_experts_fwd_out",
+    "(Tensor hidden_states, Tensor w_gate_up, Tensor w_down, Tensor topk_weights, Tensor topk_ids,"
+    " Tensor? b_gate_up, Tensor? b_down, float routed_scaling_factor, str activation, str? target,"
+    " Tensor(a!) out) -> ()",
+)
+
+
+@torch.library.impl("tileops::fused_moe_experts_fwd_out", "CompositeExplicitAutograd")
+def _fused_moe_experts_fwd_out(
+    hidden_states, w_gate_up, w_down, weights, ids, b_gate_up, b_down, scale, activation, target, out
+):
+    refuse_overlap(
+        "FusedMoEExpertsFwdOp",
+        "output",
+        out,
+        hidden_states=hidden_states,
+        w_gate_up=w_gate_up,
+        w_down=w_down,
+        topk_weights=weights,
+        topk_ids=ids,
+        b_gate_up=b_gate_up,
+        b_down=b_down,
+    )
+    args = hidden_states, w_gate_up, w_down, weights, ids, b_gate_up, b_down, scale, activation
+    targets.run("fused_moe_experts_fwd", target, *args, out=out)
+
+
+@torch.library.register_fake("tileops::fused_moe_experts_fwd_out")
+def _fused_moe_experts_fwd_out_fake(*args):
+    return None
+
+
+def _staged(
+    hidden_states,
+    w_gate_up,
+    w_down,
+    weights,
+    ids,
+    b_gate_up,
+    b_down,
+    scale,
+    activation,
+    *,
+    target,
+    out,
+):
+    """Permute, gate/up GEMM, down GEMM, combine: each on the target's own kernel."""
+    layout = ContiguousLayoutSpec.tight_physical_psum()
+    num_experts, hidden, ffn = w_down.shape
+    rows, ends, inverse = targets.run(
+        "moe_pre_permute_fwd", target, hidden_states, ids, layout, num_experts
+    )
+    act = rows.new_empty(rows.shape[0], ffn)
+    gate_up = rows, w_gate_up, ends, b_gate_up, layout, activation
+    targets.run("moe_grouped_gemm_fwd", target, *gate_up, out=act)
+    # the permuted input is spent: its memory takes the expert output
+    targets.run("moe_grouped_gemm_fwd", target, act, w_down, ends, b_down, layout, None, out=rows)
+    targets.run("moe_post_permute_fwd", target, rows, weights, inverse, layout, scale, out=out)
+
+
+targets.register_staged(
+    "fused_moe_experts_fwd",
+    _staged,
+    ("moe_pre_permute_fwd", "moe_grouped_gemm_fwd", "moe_post_permute_fwd"),
+)
+
+
+def check_expert_weights(
+    checker: check.Checker,
+    dtype: torch.dtype,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    b_gate_up: torch.Tensor | None,
+    b_down: torch.Tensor | None,
+) -> None:
+    """Check the weights and biases of gated experts against what the checker knows of E and H."""
+    checker.tensor("w_gate_up", w_gate_up, ("E", "2F", "H"), (dtype,))
+    checker.tensor("w_down", w_down, ("E", "H", "F"), (dtype,))
+    if b_gate_up is not None:
+        checker.tensor("b_gate_up", b_gate_up, ("E", "2F"), (dtype,))
+    if b_down is not None:
+        checker.tensor("b_down", b_down, ("E", "H"), (dtype,))
+
+
+class MoEExpertMLPFwdOp(Op):
+    """Two grouped GEMMs on one layout, the gated activation inside the first.
+
+    `out = act(x @ w_gate_up[e].T + b_gate_up[e]) @ w_down[e].T + b_down[e]` on the rows of each expert
+    e. Both products accumulate in float32; the activated rows are rounded to the operands' dtype
+    between them. A composite of two `tileops::moe_grouped_gemm_fwd`.
+
+    Args:
+        layout: How the rows are grouped by expert; shared by both GEMMs.
+        activation: As [MoEGroupedGemmFwdOp][tileops.moe.MoEGroupedGemmFwdOp] defines them.
+        target: Name of the target that serves the op, `BUILTIN` for the in-tree kernels, or None to
+            decide from the device.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If the activation is none of the three, or no target has that name.
+
+    Examples:
+        >>> op = MoEExpertMLPFwdOp(ContiguousLayoutSpec.tight_physical_psum())
+        >>> x, w_gate_up, w_down = torch.ones(3, 4), torch.ones(2, 16, 4), torch.ones(2, 4, 8)
+        >>> op(x, w_gate_up, w_down, torch.tensor([1, 3], dtype=torch.int32)).shape
+        torch.Size([3, 4])
+    """
+
+    def __init__(
+        self,
+        layout: MGroupedLayoutSpec,
+        activation: str = "silu_and_mul",
+        *,
+        target: str | None = None,
+    ) -> None:
+        self.layout = layout_argument("MoEExpertMLPFwdOp", layout)
+        check.choice("MoEExpertMLPFwdOp", "activation", activation, ACTIVATIONS)
+        self.activation = activation
+        self.target = targets.target_argument("MoEExpertMLPFwdOp", target)
+
+    def forward(
+        self,
+        expert_input: torch.Tensor,
+        w_gate_up: torch.Tensor,
+        w_down: torch.Tensor,
+        layout_metadata: torch.Tensor,
+        out: torch.Tensor | None = None,
+        *,
+        b_gate_up: torch.Tensor | None = None,
+        b_down: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run the gate/up GEMM with its activation, then the down GEMM.
+
+        Args:
+            expert_input: `[M, H]` or `[E, max_m, H]`; float32 (not on `cuda`), bfloat16 or float16.
+            w_gate_up: `[E, 2F, H]`, its rows ordered as the activation reads them.
+            w_down: `[E, H, F]`.
+            layout_metadata: int32, as the layout says. Its values are not checked.
+            out: Buffer shaped as `expert_input` to write into. It must not overlap `w_down`,
+                `layout_metadata` or `b_down`.
+            b_gate_up: `[E, 2F]`, added before the activation.
+            b_down: `[E, H]`, added before the cast.
+
+        Returns:
+            A tensor shaped as `expert_input`, in its dtype; `out` itself where it was given. Rows that
+            belong to no expert are unspecified.
+
+        Raises:
+            ValueError: If a tensor has the wrong shape, dtype, device or strides, or `out` overlaps;
+                as NoKernelError if the target cannot serve the call.
+            RuntimeError: If a tensor requires grad under grad mode.
+        """
+        checker = check.Checker("MoEExpertMLPFwdOp")
+        lead = check_rows(checker, "expert_input", expert_input, "H", self.layout)
+        dtype = expert_input.dtype
+        check_expert_weights(checker, dtype, w_gate_up, w_down, b_gate_up, b_down)
+        check_metadata(checker, layout_metadata, self.layout)
+        layout, gemm = repr(self.layout), torch.ops.tileops.moe_grouped_gemm_fwd
+        if out is not None:
+            checker.output("out", out, (*lead, "H"), (dtype,))
+        act = gemm.default(
+            expert_input,
+            w_gate_up,
+            layout_metadata,
+            b_gate_up,
+            layout,
+            self.activation,
+            dtype,
+            self.target,
+        )
+        down = act, w_down, layout_metadata, b_down, layout, None
+        if out is None:
+            return gemm.default(*down, dtype, self.target)
+        torch.ops.tileops.moe_grouped_gemm_fwd_out.default(*down, self.target, out)
+        return out
+
+
+class FusedMoEExpertsFwdOp(Op):
+    r"""Run routed tokens through their experts and add up what the experts answer.
+
+    $out_t = s \sum_k w_{t,k} \, (down_{e}(act(gate\_up_{e}(h_t) + b_{gate\_up,e})) + b_{down,e})$ with
+    $e = ids_{t,k}$ and $s$ the `routed_scaling_factor`. Each bias joins its product in float32, before
+    the activation or the cast; the routing weight then scales the biased down output. A route's down
+    row is rounded once to the tokens' dtype; the sum over k is float32 in the order of k, rounded once.
+    A route whose id lies outside [0, E) adds exactly nothing.
+
+    Args:
+        routed_scaling_factor: Finite, positive multiplier on the sum.
+        activation: As [MoEGroupedGemmFwdOp][tileops.moe.MoEGroupedGemmFwdOp] defines them.
+        target: Name of the target that serves the op, `BUILTIN` for the in-tree kernels, or None to
+            decide from the device.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value is out of range, or no target has that name.
+
+    Examples:
+        >>> op = FusedMoEExpertsFwdOp()
+        >>> x, w_gate_up, w_down = torch.ones(3, 4), torch.ones(2, 16, 4), torch.ones(2, 4, 8)
+        >>> weights, ids = torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int32)
+        >>> op(torch.empty(3, 4), x, w_gate_up, w_down, weights, ids).shape
+        torch.Size([3, 4])
+    """
+
+    def __init__(
+        self,
+        routed_scaling_factor: float = 1.0,
+        *,
+        activation: str = "silu_and_mul",
+        target: str | None = None,
+    ) -> None:
+        check.factor("FusedMoEExpertsFwdOp", "routed_scaling_factor", routed_scaling_factor)
+        check.choice("FusedMoEExpertsFwdOp", "activation", activation, ACTIVATIONS)
+        self.routed_scaling_factor = float(routed_scaling_factor)
+        self.activation = activation
+        self.target = targets.target_argument("FusedMoEExpertsFwdOp", target)
+
+    def forward(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w_gate_up: torch.Tensor,
+        w_down: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        b_gate_up: torch.Tensor | None = None,
+        b_down: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run the experts, writing the combined result into `output`.
+
+        Args:
+            output: `[T, H]` buffer in the tokens' dtype. It must not overlap an input.
+            hidden_states: `[T, H]` tokens; float32 (not on `cuda`), bfloat16 or float16.
+            w_gate_up: `[E, 2F, H]`, its rows ordered as the activation reads them.
+            w_down: `[E, H, F]`.
+            topk_weights: `[T, K]` float32 routing weights.
+            topk_ids: `[T, K]` int32, the expert of each route.
+            b_gate_up: `[E, 2F]` in `w_gate_up`'s row order.
+            b_down: `[E, H]`.
+
+        Returns:
+            `output`.
+
+        Raises:
+            ValueError: If a tensor has the wrong shape, dtype, device or strides, or `output` overlaps
+                an input; as NoKernelError if the target cannot serve the call.
+            RuntimeError: If a tensor requires grad under grad mode.
+        """
+        checker = check.Checker("FusedMoEExpertsFwdOp")
+        checker.tensor("hidden_states", hidden_states, ("T", "H"), check.FLOATS)
+        dtype = hidden_states.dtype
+        checker.output("output", output, ("T", "H"), (dtype,))
+        check_expert_weights(checker, dtype, w_gate_up, w_down, b_gate_up, b_down)
+        checker.tensor("topk_weights", topk_weights, ("T", "K"), check.FLOAT32)
+        checker.tensor("topk_ids", topk_ids, ("T", "K"), check.INT32)
+        torch.ops.tileops.fused_moe_experts_fwd_out.default(
+            hidden_states,
+            w_gate_up,
+            w_down,
+            topk_weights,
+            topk_ids,
+            b_gate_up,
+            b_down,
+            self.routed_scaling_factor,
+            self.activation,
+            self.target,
+            output,
+        )
+        return output

@@ -1,0 +1,265 @@
+"""Targets: which set of kernels serves a device, and which kernel serves a call.
+
+A target is a module with a ``TARGET`` object that maps operator names to kernels. The in-tree ones
+are ``cuda``, ``cpu`` and ``reference``; others come from packages with an entry point in the group
+``tileops.targets``, whose name is the target's name and whose value is the module. All are looked up
+the same way, and none is imported before a call needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, NoReturn
+
+import torch
+
+BUILTIN = "builtin"
+"""As ``target=``: the in-tree target of the tensors' device, whatever else is installed."""
+
+_IN_TREE = {
+    "cuda": "tileops.kernels.cuda",
+    "cpu": "tileops.kernels.cpu",
+    "reference": "tileops.workloads",
+}
+
+
+def _accepts(*args: object, **named: object) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One implementation of an operator on one target.
+
+    Attributes:
+        launch: Runs the operator: called with the arguments of its torch schema up to ``target``,
+            layouts as spec objects, then ``target=`` the resolved name. An operator with an ``out``
+            form is only ever launched in that form, with ``out=``.
+        refuse: Takes the same arguments; returns why this kernel cannot serve the call, else None.
+    """
+
+    launch: Callable[..., object]
+    refuse: Callable[..., str | None] = _accepts
+
+
+@dataclass(frozen=True)
+class Target:
+    """A named set of kernels.
+
+    Attributes:
+        name: The name that ``target=`` takes.
+        kernels: For each operator its kernels, the most specialised first.
+        detect: Whether this target claims a ``torch.device`` when no target is named.
+    """
+
+    name: str
+    kernels: Mapping[str, Sequence[Kernel]]
+    detect: Callable[[torch.device], bool] = field(default=lambda device: False)
+
+
+class NoKernelError(ValueError):
+    """No kernel serves this call; the message lists each candidate, its reason, and who could."""
+
+
+_staged: dict[str, tuple[Kernel, tuple[str, ...]]] = {}
+_failures: dict[str, str] = {}
+_default: str | None = None
+
+
+def register_staged(operator: str, launch: Callable[..., object], stages: Sequence[str]) -> None:
+    """Give a composite operator a form made of other operators, run on whichever target is asked for.
+
+    Args:
+        operator: The composite operator.
+        launch: Runs it through ``run``; called when no kernel of the target serves the call whole.
+        stages: The operators it runs: a target that has them all has the composite.
+    """
+    _staged[operator] = (Kernel(launch), tuple(stages))
+
+
+@cache
+def _entry_points() -> dict[str, EntryPoint]:
+    found: dict[str, EntryPoint] = {}
+    for point in entry_points(group="tileops.targets"):
+        if point.name in (*_IN_TREE, BUILTIN):
+            _failures[point.name] = f"{point.value}: the name is taken by the library itself"
+        elif point.name in found:
+            _failures[point.name] = f"{point.value}: {found[point.name].value} has that name already"
+        else:
+            found[point.name] = point
+    return found
+
+
+@cache
+def _load(name: str) -> Target | None:
+    """Import a target; a third-party one that fails is recorded and left out."""
+    if name in _IN_TREE:
+        return import_module(_IN_TREE[name]).TARGET
+    point = _entry_points()[name]
+    try:
+        target = import_module(point.module).TARGET
+        if not isinstance(target, Target):
+            raise TypeError(f"TARGET is a {type(target).__name__}, not a tileops.targets.Target")
+    except Exception as error:
+        _failures[name] = f"{point.value}: {type(error).__name__}: {error}"
+        return None
+    return target
+
+
+def load_failures() -> dict[str, str]:
+    """Return why third-party targets could not be loaded, by name. Loads those not yet tried."""
+    for name in _entry_points():
+        _load(name)
+    return dict(_failures)
+
+
+def registered_targets(op: str | None = None) -> list[str]:
+    """Return the names of the targets that are installed and load.
+
+    Args:
+        op: Only those that have this operator, such as ``"moe_grouped_gemm_fwd"``, whole or through
+            its stages.
+    """
+    loaded = [name for name in (*_IN_TREE, *_entry_points()) if _load(name) is not None]
+    return [name for name in loaded if op is None or _has(name, op)]
+
+
+def _has(name: str, op: str) -> bool:
+    target = _load(name)
+    stages = _staged[op][1] if op in _staged else ()
+    return target is not None and (
+        bool(target.kernels.get(op)) or bool(stages and all(_has(name, s) for s in stages))
+    )
+
+
+def default_target() -> str | None:
+    """Return the target that ops without one run on, or None where the device decides."""
+    return _default
+
+
+def set_default_target(target: str | None) -> None:
+    """Make ``target`` the one that every op without a ``target=`` of its own runs on.
+
+    Args:
+        target: A target's name, ``BUILTIN``, or None to let the device decide again.
+
+    Raises:
+        ValueError: If no target has that name.
+    """
+    global _default
+    _default = target_argument("set_default_target", target)
+    resolve.cache_clear()
+
+
+def target_argument(op: str, target: object) -> str | None:
+    """Return ``target`` if it is None, ``BUILTIN`` or the name of a target; raise otherwise."""
+    if target is not None and not isinstance(target, str):
+        raise TypeError(f"{op}: target must be a name, BUILTIN or None, got {target!r}")
+    if target in (None, BUILTIN, *_IN_TREE):
+        return target
+    if target not in _entry_points() or _load(target) is None:
+        raise ValueError(
+            f"{op}: target must be one of {[BUILTIN, *registered_targets()]} or None, "
+            f"got {target!r}{_failure_note()}"
+        )
+    return target
+
+
+@lru_cache(maxsize=256)
+def resolve(target: str | None, device: torch.device) -> str:
+    """Return the name of the target that runs a call on ``device``."""
+    target = _default if target is None else target
+    if target not in (None, BUILTIN):
+        return target
+    if target is None:
+        claims = [name for name in _entry_points() if _detects(name, device)]
+        if len(claims) > 1:
+            raise ValueError(
+                f"several targets claim {device}: {claims}; pass target= or call set_default_target()"
+            )
+        if claims:
+            return claims[0]
+    if device.type not in ("cpu", "cuda"):
+        raise NoKernelError(
+            f"no in-tree target serves {device}; target='reference' runs on any device"
+            + _failure_note()
+        )
+    return device.type
+
+
+def _detects(name: str, device: torch.device) -> bool:
+    target = _load(name)
+    try:
+        return target is not None and bool(target.detect(device))
+    except Exception as error:
+        _failures[name] = f"detect({device}): {type(error).__name__}: {error}"
+        return False
+
+
+@lru_cache(maxsize=1024)
+def _candidates(op: str, target: str) -> tuple[Kernel, ...]:
+    loaded = _load(target)
+    own = tuple(loaded.kernels.get(op, ())) if loaded else ()
+    if op in _staged and all(_has(target, stage) for stage in _staged[op][1]):
+        return (*own, _staged[op][0])
+    return own
+
+
+def find_kernel(op: str, target: str, *args: object, **named: object) -> Kernel:
+    """Return the first kernel of ``target`` that serves ``op`` called with these arguments.
+
+    Raises:
+        NoKernelError: If there is none.
+    """
+    for kernel in _candidates(op, target):
+        if kernel.refuse(*args, target=target, **named) is None:
+            return kernel
+    _no_kernel(op, target, *args, **named)
+
+
+def run(op: str, target: str | None, *args: torch.Tensor | object, **named: object) -> Any:
+    """Run ``op`` on the target that ``target`` stands for on the device of the first argument.
+
+    Args:
+        op: The operator's name.
+        target: What the caller asked for.
+        *args: The arguments of the operator's schema before ``target``, layouts as spec objects.
+        **named: ``out=``, where the operator writes a buffer.
+    """
+    name = resolve(target, args[0].device)  # type: ignore[union-attr]
+    return find_kernel(op, name, *args, **named).launch(*args, target=name, **named)
+
+
+def _no_kernel(op: str, target: str, *args: Any, **named: object) -> NoReturn:
+    def refusals(name: str) -> list[tuple[Kernel, str | None]]:
+        return [(k, k.refuse(*args, target=name, **named)) for k in _candidates(op, name)]
+
+    device = args[0].device
+    able = [
+        name
+        for name in registered_targets(op)
+        if (name in ("reference", device.type) or _detects(name, device))
+        and any(reason is None for _, reason in refusals(name))
+    ]
+    lines = [
+        f"target {target!r} cannot run {op} on this call; "
+        + (f"these targets can: {able} (pass one as target=)" if able else "nor can another target")
+    ]
+    lines += [f"{_name(kernel)}: {reason}" for kernel, reason in refusals(target)]
+    if len(lines) == 1:
+        lines.append(f"target {target!r} has no kernel for {op}")
+    raise NoKernelError("\n  ".join(lines) + _failure_note())
+
+
+def _name(kernel: Kernel) -> str:
+    return f"{kernel.launch.__module__}.{getattr(kernel.launch, '__name__', 'launch')}"
+
+
+def _failure_note() -> str:
+    if not _failures:
+        return ""
+    return "".join(f"\n  target {name!r} did not load: {why}" for name, why in _failures.items())

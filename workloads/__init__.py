@@ -1,0 +1,19 @@
+"""Workloads: for each operator its reference and its cases. The references form a target.
+
+``target="reference"`` on any op runs the form written here in plain torch, on any device. It may
+synchronise, and it computes in float32 or wider: halves in float32, where their products are exact,
+float32 in float64.
+"""
+
+from tileops.targets import Kernel, Target
+from tileops.workloads import grouped_gemm, permute, topk
+
+TARGET = Target(
+    name="reference",
+    kernels={
+        "fused_topk_fwd": [Kernel(topk.fused_topk_fwd)],
+        "moe_pre_permute_fwd": [Kernel(permute.moe_pre_permute_fwd)],
+        "moe_post_permute_fwd": [Kernel(permute.moe_post_permute_fwd)],
+        "moe_grouped_gemm_fwd": [Kernel(grouped_gemm.moe_grouped_gemm_fwd)],
+    },
+)
