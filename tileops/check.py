@@ -1,4 +1,4 @@
-"""Argument checks shared by every op. A first line names the op, the argument, what was expected, what came."""
+"""Argument checks shared by every op: a message names the op, the argument, and what it must be."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def factor(op: str, name: str, value: object) -> None:
 class Checker:
     """Checks the tensors of one call and remembers what each dimension letter stood for.
 
-    A shape is a tuple of letters (``("E", "2F", "H")``): a letter takes its size from the first tensor
-    that has it, ``2F`` is an even size, and later tensors must agree.
+    A shape is a tuple of letters (``("E", "2F", "H")``): a letter takes its size from the first
+    tensor that has it, ``2F`` is an even size, and later tensors must agree.
 
     Args:
         op: Name of the op, for the messages.
@@ -76,8 +76,8 @@ class Checker:
             )
         if x.ndim and x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ValueError(
-                f"{self.op}: {name} must have a last dimension of stride 1, got strides {x.stride()}; "
-                f"call .contiguous() on it once, outside the hot path"
+                f"{self.op}: {name} must have a last dimension of stride 1, got strides "
+                f"{x.stride()}; call .contiguous() on it once, outside the hot path"
             )
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
@@ -112,12 +112,12 @@ class Checker:
         hint = f"; use {name}.int()" if dtypes == INT32 and not x.is_floating_point() else ""
         raise ValueError(f"{self.op}: {name} must be {want}, got {x.dtype}{hint}")
 
-    def _fail_shape(
-        self, name: str, x: torch.Tensor, shape: tuple[str, ...], known: int
-    ) -> None:
+    def _fail_shape(self, name: str, x: torch.Tensor, shape: tuple[str, ...], known: int) -> None:
         # what this very tensor introduced is no expectation: keep the first `known` letters
         dims = dict(list(self.dims.items())[:known])
-        sizes = [2 * dims[d[1:]] if d[0] == "2" and d[1:] in dims else dims.get(d, d) for d in shape]
+        sizes = [
+            2 * dims[d[1:]] if d[0] == "2" and d[1:] in dims else dims.get(d, d) for d in shape
+        ]
         letters, values = ("[" + ", ".join(map(str, part)) + "]" for part in (shape, sizes))
         expected = letters if letters == values else f"{letters} = {values}"
         even = " with 2F even" if "2F" in values else ""

@@ -4,15 +4,15 @@ A layout says where the rows of each expert stand and what the ``layout_metadata
 
 | spec | rows of ``a`` | ``layout_metadata`` (int32) |
 | --- | --- | --- |
-| ``ContiguousLayoutSpec.tight_physical_psum()`` | ``T * K`` | ``[E]`` end row of each expert |
-| ``ContiguousLayoutSpec.aligned_physical_psum(alignment)`` | capacity ``C`` | ``[E]`` end row, padding included |
+| ``ContiguousLayoutSpec.tight_physical_psum()`` | ``T * K`` | ``[E]`` end of each expert |
+| ``ContiguousLayoutSpec.aligned_physical_psum(n)`` | capacity ``C`` | ``[E]`` padded ends |
 | ``ContiguousLayoutSpec.tight_per_row()`` | ``T * K`` | ``[T * K]`` expert of each row |
-| ``ContiguousLayoutSpec.aligned_per_row(alignment)`` | capacity ``C`` | ``[C]`` expert of each row |
+| ``ContiguousLayoutSpec.aligned_per_row(n)`` | capacity ``C`` | ``[C]`` expert of each row |
 | ``MaskedLayoutSpec(max_m)`` | ``[E, max_m]`` slab | ``[E]`` valid rows of each expert |
 
-``C = T * K + E * (alignment - 1)`` rounded up to a multiple of ``alignment``: an upper bound that the
-host knows, so nothing waits for the device. Segments stand in expert order and, inside a segment,
-routes keep token order.
+``C = T * K + E * (n - 1)`` rounded up to a multiple of ``n``, the alignment: an upper bound that
+the host knows, so nothing waits for the device. Segments stand in expert order and, inside a
+segment, routes keep token order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class ContiguousLayoutSpec:
     """Rows of all experts in one matrix, a segment an expert. Build it with one of the presets.
 
     Attributes:
-        metadata: ``"physical_psum"`` (end row of each expert) or ``"per_row"`` (expert of each row).
+        metadata: ``"physical_psum"`` (end row of each expert) or ``"per_row"`` (expert of each
+            row).
         alignment: Each segment is padded to a multiple of this many rows; 1 is the tight layout.
 
     Raises:
@@ -42,7 +43,9 @@ class ContiguousLayoutSpec:
     alignment: int = 1
 
     def __post_init__(self) -> None:
-        check.choice("ContiguousLayoutSpec", "metadata", self.metadata, ("physical_psum", "per_row"))
+        check.choice(
+            "ContiguousLayoutSpec", "metadata", self.metadata, ("physical_psum", "per_row")
+        )
         check.integer("ContiguousLayoutSpec", "alignment", self.alignment, low=1)
 
     @classmethod

@@ -2,8 +2,8 @@
 
 A target is a module with a ``TARGET`` object that maps operator names to kernels. The in-tree ones
 are ``cuda``, ``cpu`` and ``reference``; others come from packages with an entry point in the group
-``tileops.targets``, whose name is the target's name and whose value is the module. All are looked up
-the same way, and none is imported before a call needs it.
+``tileops.targets``, whose name is the target's name and whose value is the module. All are looked
+up the same way, and none is imported before a call needs it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _default: str | None = None
 
 
 def register_staged(operator: str, launch: Callable[..., object], stages: Sequence[str]) -> None:
-    """Give a composite operator a form made of other operators, run on whichever target is asked for.
+    """Give a composite operator a form made of other operators, run on the target asked for.
 
     Args:
         operator: The composite operator.
@@ -88,17 +88,32 @@ def _entry_points() -> dict[str, EntryPoint]:
         if point.name in (*_IN_TREE, BUILTIN):
             _failures[point.name] = f"{point.value}: the name is taken by the library itself"
         elif point.name in found:
-            _failures[point.name] = f"{point.value}: {found[point.name].value} has that name already"
+            _failures[point.name] = (
+                f"{point.value}: {found[point.name].value} has that name already"
+            )
         else:
             found[point.name] = point
     return found
+
+
+def _load_in_tree(module: str) -> Target:
+    try:
+        return import_module(module).TARGET
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        link = module.replace(".", "/")
+        raise ImportError(
+            f"{link} is missing: this checkout lacks its symbolic links, as one unpacked from a "
+            f".zip archive does; clone the repository with git, or install a wheel"
+        ) from error
 
 
 @cache
 def _load(name: str) -> Target | None:
     """Import a target; a third-party one that fails is recorded and left out."""
     if name in _IN_TREE:
-        return import_module(_IN_TREE[name]).TARGET
+        return _load_in_tree(_IN_TREE[name])
     point = _entry_points()[name]
     try:
         target = import_module(point.module).TARGET
@@ -179,7 +194,8 @@ def resolve(target: str | None, device: torch.device) -> str:
         claims = [name for name in _entry_points() if _detects(name, device)]
         if len(claims) > 1:
             raise ValueError(
-                f"several targets claim {device}: {claims}; pass target= or call set_default_target()"
+                f"several targets claim {device}: {claims}; "
+                f"pass target= or call set_default_target()"
             )
         if claims:
             return claims[0]

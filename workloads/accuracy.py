@@ -32,7 +32,7 @@ def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def bound(same_dtype: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the error that an op may have: twice that of torch in the same dtype, and one rounding.
+    """Return the error an op may have: twice that of torch in the same dtype, and one rounding.
 
     Args:
         same_dtype: What plain torch operations in the inputs' dtype give.

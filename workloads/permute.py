@@ -21,7 +21,10 @@ def moe_pre_permute_fwd(hidden_states, local_expert_ids, layout, num_local_exper
     counts = torch.bincount(label, minlength=experts + 1)[:experts]
     first = counts.cumsum(0) - counts
     sorted_label = label[order]
-    slot = torch.arange(ids.numel(), device=device) - torch.cat([first, counts.sum()[None]])[sorted_label]
+    slot = (
+        torch.arange(ids.numel(), device=device)
+        - torch.cat([first, counts.sum()[None]])[sorted_label]
+    )
     keep = sorted_label < experts
     lead = layout.expert_shape(ids.numel(), experts)
     if isinstance(layout, MaskedLayoutSpec):

@@ -81,8 +81,8 @@ class Case:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``(gating_output, correction_bias)`` whose scores have no near-ties.
 
-        Each row is a shuffle of distinct, evenly spaced logits, so that a selection is never decided
-        by the last bit of an exponential.
+        Each row is a shuffle of distinct, evenly spaced logits, so that a selection is never
+        decided by the last bit of an exponential.
         """
         make = torch.Generator().manual_seed(seed)
         order = torch.rand(num_tokens, self.num_experts, generator=make).argsort(-1)

@@ -1,1 +1,1 @@
-"""The in-tree kernels, one subpackage a target (links into the ``kernels/`` folder of the repository)."""
+"""The in-tree kernels, one subpackage a target: links into the repository's ``kernels/`` folder."""

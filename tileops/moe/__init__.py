@@ -1,4 +1,4 @@
-"""Mixture-of-Experts operators. Construct an op once with its settings, then call it with tensors."""
+"""Mixture-of-Experts operators: construct one with its settings, then call it with tensors."""
 
 from tileops.layouts import (
     ContiguousLayoutSpec,

@@ -20,8 +20,9 @@ torch.library.define(
 
 @torch.library.impl("tileops::fused_moe_experts_fwd_out", "CompositeExplicitAutograd")
 def _fused_moe_experts_fwd_out(
-    hidden_states, w_gate_up, w_down, weights, ids, b_gate_up, b_down, scale, activation, target, out
+    hidden_states, w_gate_up, w_down, weights, ids, b_gate_up, b_down, *settings
 ):
+    scale, activation, target, out = settings
     refuse_overlap(
         "FusedMoEExpertsFwdOp",
         "output",
@@ -98,9 +99,9 @@ def check_expert_weights(
 class MoEExpertMLPFwdOp(Op):
     """Two grouped GEMMs on one layout, the gated activation inside the first.
 
-    `out = act(x @ w_gate_up[e].T + b_gate_up[e]) @ w_down[e].T + b_down[e]` on the rows of each expert
-    e. Both products accumulate in float32; the activated rows are rounded to the operands' dtype
-    between them. A composite of two `tileops::moe_grouped_gemm_fwd`.
+    `out = act(x @ w_gate_up[e].T + b_gate_up[e]) @ w_down[e].T + b_down[e]` on the rows of each
+    expert e. Both products accumulate in float32; the activated rows are rounded to the operands'
+    dtype between them. A composite of two `tileops::moe_grouped_gemm_fwd`.
 
     Args:
         layout: How the rows are grouped by expert; shared by both GEMMs.
@@ -127,6 +128,7 @@ class MoEExpertMLPFwdOp(Op):
         target: str | None = None,
     ) -> None:
         self.layout = layout_argument("MoEExpertMLPFwdOp", layout)
+        self._layout = repr(layout)  # here, since tracing cannot format an int it holds symbolic
         check.choice("MoEExpertMLPFwdOp", "activation", activation, ACTIVATIONS)
         self.activation = activation
         self.target = targets.target_argument("MoEExpertMLPFwdOp", target)
@@ -155,12 +157,12 @@ class MoEExpertMLPFwdOp(Op):
             b_down: `[E, H]`, added before the cast.
 
         Returns:
-            A tensor shaped as `expert_input`, in its dtype; `out` itself where it was given. Rows that
-            belong to no expert are unspecified.
+            A tensor shaped as `expert_input`, in its dtype; `out` itself where it was given. Rows
+            that belong to no expert are unspecified.
 
         Raises:
-            ValueError: If a tensor has the wrong shape, dtype, device or strides, or `out` overlaps;
-                as NoKernelError if the target cannot serve the call.
+            ValueError: If a tensor has the wrong shape, dtype, device or strides, or `out`
+                overlaps; as NoKernelError if the target cannot serve the call.
             RuntimeError: If a tensor requires grad under grad mode.
         """
         checker = check.Checker("MoEExpertMLPFwdOp")
@@ -168,7 +170,7 @@ class MoEExpertMLPFwdOp(Op):
         dtype = expert_input.dtype
         check_expert_weights(checker, dtype, w_gate_up, w_down, b_gate_up, b_down)
         check_metadata(checker, layout_metadata, self.layout)
-        layout, gemm = repr(self.layout), torch.ops.tileops.moe_grouped_gemm_fwd
+        layout, gemm = self._layout, torch.ops.tileops.moe_grouped_gemm_fwd
         if out is not None:
             checker.output("out", out, (*lead, "H"), (dtype,))
         act = gemm.default(
@@ -191,11 +193,11 @@ class MoEExpertMLPFwdOp(Op):
 class FusedMoEExpertsFwdOp(Op):
     r"""Run routed tokens through their experts and add up what the experts answer.
 
-    $out_t = s \sum_k w_{t,k} \, (down_{e}(act(gate\_up_{e}(h_t) + b_{gate\_up,e})) + b_{down,e})$ with
-    $e = ids_{t,k}$ and $s$ the `routed_scaling_factor`. Each bias joins its product in float32, before
-    the activation or the cast; the routing weight then scales the biased down output. A route's down
-    row is rounded once to the tokens' dtype; the sum over k is float32 in the order of k, rounded once.
-    A route whose id lies outside [0, E) adds exactly nothing.
+    $out_t = s \sum_k w_{t,k} \, (down_{e}(act(gate\_up_{e}(h_t) + b_{gate\_up,e})) + b_{down,e})$
+    with $e = ids_{t,k}$ and $s$ the `routed_scaling_factor`. Each bias joins its product in
+    float32, before the activation or the cast; the routing weight then scales the biased down
+    output. A route's down row is rounded once to the tokens' dtype; the sum over k is float32 in
+    the order of k, rounded once. A route whose id lies outside [0, E) adds exactly nothing.
 
     Args:
         routed_scaling_factor: Finite, positive multiplier on the sum.
@@ -255,8 +257,8 @@ class FusedMoEExpertsFwdOp(Op):
             `output`.
 
         Raises:
-            ValueError: If a tensor has the wrong shape, dtype, device or strides, or `output` overlaps
-                an input; as NoKernelError if the target cannot serve the call.
+            ValueError: If a tensor has the wrong shape, dtype, device or strides, or `output`
+                overlaps an input; as NoKernelError if the target cannot serve the call.
             RuntimeError: If a tensor requires grad under grad mode.
         """
         checker = check.Checker("FusedMoEExpertsFwdOp")

@@ -74,16 +74,17 @@ targets.register_staged("fused_moe_fwd", _staged, ("fused_topk_fwd", "fused_moe_
 class FusedMoEFwdOp(Op):
     """Route each token to its top-k experts and return the weighted sum of what they answer.
 
-    The routed feed-forward layer of a Mixture-of-Experts model, from the router's logits to the combined
-    output: [FusedTopKFwdOp][tileops.moe.FusedTopKFwdOp] followed by
-    [FusedMoEExpertsFwdOp][tileops.moe.FusedMoEExpertsFwdOp], whose rules for ties, NaN, groups, biases
-    and rounding hold here. `routed_scaling_factor` is applied once, through the routing weights.
+    The routed feed-forward layer of a Mixture-of-Experts model, from the router's logits to the
+    combined output: [FusedTopKFwdOp][tileops.moe.FusedTopKFwdOp] followed by
+    [FusedMoEExpertsFwdOp][tileops.moe.FusedMoEExpertsFwdOp], whose rules for ties, NaN, groups,
+    biases and rounding hold here. `routed_scaling_factor` is applied once, through the routing
+    weights.
 
     | model | settings |
     | --- | --- |
     | Qwen3 | `scoring_func="softmax"`, `renormalize=True` |
-    | DeepSeek-V3 | `"sigmoid"`, `renormalize=True`, 8 groups of which 4, factor 2.5, a `correction_bias` |
-    | Kimi K2 | `"sigmoid"`, `renormalize=True`, factor 2.827, a `correction_bias` |
+    | DeepSeek-V3 | `"sigmoid"`, `renormalize=True`, 8 groups, 4 kept, factor 2.5, correction bias |
+    | Kimi K2 | `"sigmoid"`, `renormalize=True`, factor 2.827, correction bias |
     | gpt-oss | `"softmax"`, `renormalize=True`, `activation="swigluoai"`, both expert biases |
 
     Args:
@@ -165,16 +166,14 @@ class FusedMoEFwdOp(Op):
             `[T, H]` in the tokens' dtype.
 
         Raises:
-            ValueError: If a tensor has the wrong shape, dtype, device or strides; as NoKernelError if
-                the target cannot serve the call.
+            ValueError: If a tensor has the wrong shape, dtype, device or strides; as NoKernelError
+                if the target cannot serve the call.
             RuntimeError: If a tensor requires grad under grad mode.
         """
         checker = check.Checker("FusedMoEFwdOp")
         checker.tensor("hidden_states", hidden_states, ("T", "H"), check.FLOATS)
         checker.tensor("gating_output", gating_output, ("T", "E"), check.FLOATS)
-        check_expert_weights(
-            checker, hidden_states.dtype, w_gate_up, w_down, b_gate_up, b_down
-        )
+        check_expert_weights(checker, hidden_states.dtype, w_gate_up, w_down, b_gate_up, b_down)
         check_experts(
             "FusedMoEFwdOp",
             gating_output.shape[1],

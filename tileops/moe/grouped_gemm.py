@@ -1,4 +1,4 @@
-"""One GEMM per expert over rows grouped by expert, with bias and gated activation in its epilogue."""
+"""One GEMM per expert over rows grouped by expert, bias and gated activation in its epilogue."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ def _moe_grouped_gemm_fwd_fake(a, b, metadata, bias, layout, activation, out_dty
 
 @torch.library.impl("tileops::moe_grouped_gemm_fwd_out", "CompositeExplicitAutograd")
 def _moe_grouped_gemm_fwd_out(a, b, metadata, bias, layout, activation, target, out):
-    refuse_overlap(
-        "MoEGroupedGemmFwdOp", "out", out, a=a, b=b, layout_metadata=metadata, bias=bias
-    )
+    refuse_overlap("MoEGroupedGemmFwdOp", "out", out, a=a, b=b, layout_metadata=metadata, bias=bias)
     args = a, b, metadata, bias, parse_layout(layout), activation
     targets.run("moe_grouped_gemm_fwd", target, *args, out=out)
 
@@ -85,18 +83,20 @@ def check_metadata(
 class MoEGroupedGemmFwdOp(Op):
     r"""Multiply the rows of each expert by that expert's matrix.
 
-    `out[rows of e] = act(a[rows of e] @ b[e].T + bias[e])`, accumulated in float32 and rounded once.
-    The layout says which rows an expert has. Rows that belong to no expert (padding, labels outside
-    [0, E), slab rows past the count) are unspecified in `out`.
+    `out[rows of e] = act(a[rows of e] @ b[e].T + bias[e])`, accumulated in float32 and rounded
+    once. The layout says which rows an expert has. Rows that belong to no expert (padding, labels
+    outside [0, E), slab rows past the count) are unspecified in `out`.
 
-    With an activation, `b` holds gate and up rows and `out` is half as wide; the wide intermediate never
-    exists:
+    With an activation, `b` holds gate and up rows and `out` is half as wide; the wide intermediate
+    never exists:
 
     | activation | order of the 2F rows of `b` | result |
     | --- | --- | --- |
     | `"silu_and_mul"` | F gate rows, then F up rows | `silu(gate) * up` |
     | `"gelu_and_mul"` | F gate rows, then F up rows | `gelu(gate) * up`, the exact (erf) GELU |
-    | `"swigluoai"` | row 2j gate j, row 2j + 1 up j | `g * sigmoid(1.702 * g) * (u + 1)` with `g = min(gate, 7)`, `u = clamp(up, -7, 7)` |
+    | `"swigluoai"` | row 2j gate j, row 2j + 1 up j | `g * sigmoid(1.702 * g) * (u + 1)` |
+
+    where `g = min(gate, 7)` and `u = clamp(up, -7, 7)`.
 
     Args:
         layout: How the rows of `a` are grouped by expert.
@@ -126,6 +126,7 @@ class MoEGroupedGemmFwdOp(Op):
         target: str | None = None,
     ) -> None:
         self.layout = layout_argument("MoEGroupedGemmFwdOp", layout)
+        self._layout = repr(layout)  # here, since tracing cannot format an int it holds symbolic
         check.choice("MoEGroupedGemmFwdOp", "activation", activation, (None, *ACTIVATIONS))
         check.choice("MoEGroupedGemmFwdOp", "out_dtype", out_dtype, (None, torch.float32))
         self.activation = activation
@@ -144,8 +145,8 @@ class MoEGroupedGemmFwdOp(Op):
         """Run one GEMM per expert.
 
         Args:
-            a: Expert rows, `[M, K]` or `[E, max_m, K]`; float32 (not on `cuda`, where it would run as
-                TF32), bfloat16 or float16.
+            a: Expert rows, `[M, K]` or `[E, max_m, K]`; float32 (not on `cuda`, where it would run
+                as TF32), bfloat16 or float16.
             b: `[E, N, K]` weights in `a`'s dtype, N = 2F with an activation.
             layout_metadata: int32, as the layout says. Its values are not checked.
             out: Buffer to write into, shaped and typed as the result. It must not overlap an input.
@@ -156,8 +157,8 @@ class MoEGroupedGemmFwdOp(Op):
             where it was given.
 
         Raises:
-            ValueError: If a tensor has the wrong shape, dtype, device or strides, or `out` overlaps an
-                input; as NoKernelError if the target cannot serve the call.
+            ValueError: If a tensor has the wrong shape, dtype, device or strides, or `out` overlaps
+                an input; as NoKernelError if the target cannot serve the call.
             RuntimeError: If a tensor requires grad under grad mode.
         """
         checker = check.Checker("MoEGroupedGemmFwdOp")
@@ -168,7 +169,7 @@ class MoEGroupedGemmFwdOp(Op):
         if bias is not None:
             checker.tensor("bias", bias, ("E", wide), (a.dtype,))
         dtype = self.out_dtype or a.dtype
-        args = a, b, layout_metadata, bias, repr(self.layout), self.activation
+        args = a, b, layout_metadata, bias, self._layout, self.activation
         if out is None:
             return torch.ops.tileops.moe_grouped_gemm_fwd.default(*args, dtype, self.target)
         checker.output("out", out, (*lead, narrow), (dtype,))

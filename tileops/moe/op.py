@@ -1,4 +1,4 @@
-"""What every op shares: calling it runs ``forward``, and it shows the settings it was built with."""
+"""What every op shares: calling it runs ``forward``, and its repr shows its settings."""
 
 from __future__ import annotations
 

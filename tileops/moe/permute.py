@@ -17,8 +17,8 @@ from tileops.overlap import refuse_overlap
 
 torch.library.define(
     "tileops::moe_pre_permute_fwd",
-    "(Tensor hidden_states, Tensor local_expert_ids, str layout, int num_local_experts, str? target)"
-    " -> (Tensor, Tensor, Tensor)",
+    "(Tensor hidden_states, Tensor local_expert_ids, str layout, int num_local_experts,"
+    " str? target) -> (Tensor, Tensor, Tensor)",
 )
 _POST = (
     "(Tensor expert_output, Tensor topk_weights, Tensor inverse_indices, str layout,"
@@ -100,10 +100,10 @@ def _moe_post_permute_fwd_out_fake(*args):
 class MoEPrePermuteFwdOp(Op):
     """Copy each token to the rows of its experts, in the order an expert GEMM wants.
 
-    Route (t, k), token t's k-th expert, becomes one row. Rows of one expert stand together, experts in
-    index order, and routes of one expert in token order, so the outputs are deterministic. A route is
-    dropped if its id lies outside [0, num_local_experts), or if its expert's slab is full. Every row
-    that no route owns is zero.
+    Route (t, k), token t's k-th expert, becomes one row. Rows of one expert stand together, experts
+    in index order, and routes of one expert in token order, so the outputs are deterministic. A
+    route is dropped if its id lies outside [0, num_local_experts), or if its expert's slab is full.
+    Every row that no route owns is zero.
 
     Args:
         layout: How the rows stand, and what the metadata holds: see
@@ -121,14 +121,17 @@ class MoEPrePermuteFwdOp(Op):
         >>> op = MoEPrePermuteFwdOp(ContiguousLayoutSpec.tight_physical_psum(), num_local_experts=3)
         >>> tokens = torch.tensor([[1.0], [2.0]])
         >>> rows, ends, inverse = op(tokens, torch.tensor([[2, 0], [0, 1]], dtype=torch.int32))
-        >>> rows.T, ends, inverse
-        (tensor([[1., 2., 2., 1.]]), tensor([2, 3, 4], dtype=torch.int32), tensor([3, 0, 1, 2], dtype=torch.int32))
+        >>> rows.T
+        tensor([[1., 2., 2., 1.]])
+        >>> ends, inverse
+        (tensor([2, 3, 4], dtype=torch.int32), tensor([3, 0, 1, 2], dtype=torch.int32))
     """
 
     def __init__(
         self, layout: MGroupedLayoutSpec, num_local_experts: int, *, target: str | None = None
     ) -> None:
         self.layout = layout_argument("MoEPrePermuteFwdOp", layout)
+        self._layout = repr(layout)  # here, since tracing cannot format an int it holds symbolic
         check.integer("MoEPrePermuteFwdOp", "num_local_experts", num_local_experts, low=1)
         self.num_local_experts = num_local_experts
         self.target = targets.target_argument("MoEPrePermuteFwdOp", target)
@@ -144,9 +147,9 @@ class MoEPrePermuteFwdOp(Op):
 
         Returns:
             `expert_input` `[T * K, H]`, `[C, H]` or `[E, max_m, H]` in the tokens' dtype;
-            `layout_metadata` int32, as the layout says; and `inverse_indices` `[T * K]` int32, where
-            entry `t * K + k` is the row of route (t, k), `e * max_m + i` in a slab, or -1 where the
-            route was dropped.
+            `layout_metadata` int32, as the layout says; and `inverse_indices` `[T * K]` int32,
+            where entry `t * K + k` is the row of route (t, k), `e * max_m + i` in a slab, or -1
+            where the route was dropped.
 
         Raises:
             ValueError: If a tensor has the wrong shape, dtype, device or strides.
@@ -156,16 +159,16 @@ class MoEPrePermuteFwdOp(Op):
         checker.tensor("hidden_states", hidden_states, ("T", "H"), check.FLOATS)
         checker.tensor("local_expert_ids", local_expert_ids, ("T", "K"), check.INT32)
         return torch.ops.tileops.moe_pre_permute_fwd.default(
-            hidden_states, local_expert_ids, repr(self.layout), self.num_local_experts, self.target
+            hidden_states, local_expert_ids, self._layout, self.num_local_experts, self.target
         )
 
 
 class MoEPostPermuteFwdOp(Op):
     r"""Gather the rows of each token's routes and add them up with their weights.
 
-    $out_t = s \sum_k w_{t,k} \, y_{inverse(t,k)}$, summed in float32 in the order of k and rounded once,
-    so the same call gives the same bits. A dropped route (index -1) adds exactly nothing and no row is
-    read for it.
+    $out_t = s \sum_k w_{t,k} \, y_{inverse(t,k)}$, summed in float32 in the order of k and rounded
+    once, so the same call gives the same bits. A dropped route (index -1) adds exactly nothing and
+    no row is read for it.
 
     Args:
         layout: How the rows of `expert_output` stand.
@@ -195,9 +198,11 @@ class MoEPostPermuteFwdOp(Op):
         target: str | None = None,
     ) -> None:
         self.layout = layout_argument("MoEPostPermuteFwdOp", layout)
+        self._layout = repr(layout)  # here, since tracing cannot format an int it holds symbolic
         if epilogue is not None and not isinstance(epilogue, RoutingEpilogueSpec):
             raise TypeError(
-                f"MoEPostPermuteFwdOp: epilogue must be a RoutingEpilogueSpec or None, got {epilogue!r}"
+                f"MoEPostPermuteFwdOp: epilogue must be a RoutingEpilogueSpec or None, "
+                f"got {epilogue!r}"
             )
         check.choice("MoEPostPermuteFwdOp", "out_dtype", out_dtype, (None, *check.FLOATS))
         self.epilogue = epilogue
@@ -224,8 +229,8 @@ class MoEPostPermuteFwdOp(Op):
             `[T, H]`; `out` itself where it was given.
 
         Raises:
-            ValueError: If a tensor has the wrong shape, dtype, device or strides, or `out` overlaps an
-                input.
+            ValueError: If a tensor has the wrong shape, dtype, device or strides, or `out` overlaps
+                an input.
             RuntimeError: If a tensor requires grad under grad mode.
         """
         checker = check.Checker("MoEPostPermuteFwdOp")
@@ -240,10 +245,9 @@ class MoEPostPermuteFwdOp(Op):
         checker.tensor("inverse_indices", inverse_indices, ("T*K",), check.INT32)
         scale = 1.0 if self.epilogue is None else float(self.epilogue.routed_scaling_factor)
         dtype = self.out_dtype or expert_output.dtype
-        args = expert_output, topk_weights, inverse_indices, repr(self.layout), scale
+        args = expert_output, topk_weights, inverse_indices, self._layout, scale
         if out is None:
             return torch.ops.tileops.moe_post_permute_fwd.default(*args, dtype, self.target)
         checker.output("out", out, ("T", "H"), (dtype,))
         torch.ops.tileops.moe_post_permute_fwd_out.default(*args, self.target, out)
         return out
-

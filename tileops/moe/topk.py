@@ -65,8 +65,8 @@ def check_experts(
     selectable = num_experts // num_expert_group * topk_group
     if top_k > selectable:
         raise ValueError(
-            f"{op}: top_k must be at most {selectable}, the experts of topk_group = {topk_group} of "
-            f"{num_expert_group} groups over E = {num_experts}, got {top_k}"
+            f"{op}: top_k must be at most {selectable}, the experts of topk_group = {topk_group} "
+            f"of {num_expert_group} groups over E = {num_experts}, got {top_k}"
         )
     if correction_bias is not None and scoring_func != "sigmoid":
         raise ValueError(
@@ -78,20 +78,20 @@ def check_experts(
 class FusedTopKFwdOp(Op):
     r"""Score the router logits of each token and select its experts.
 
-    The score of an expert is, in float32 whatever the logits' dtype, $\mathrm{softmax}(x)_e$ over all E
-    experts or $\mathrm{sigmoid}(x_e)$. Softmax routing ranks by the logits, sigmoid routing by score
-    plus `correction_bias`; equal values go to the lower expert index. The weights are always the
-    unbiased scores, divided by their sum with `renormalize` (a sum of 0 gives weights 0), times
-    `routed_scaling_factor`.
+    The score of an expert is, in float32 whatever the logits' dtype, $\mathrm{softmax}(x)_e$ over
+    all E experts or $\mathrm{sigmoid}(x_e)$. Softmax routing ranks by the logits, sigmoid routing
+    by score plus `correction_bias`; equal values go to the lower expert index. The weights are
+    always the unbiased scores, divided by their sum with `renormalize` (a sum of 0 gives weights
+    0), times `routed_scaling_factor`.
 
-    With `num_expert_group > 1` the experts form groups of E / num_expert_group consecutive ones, and
-    only experts of the `topk_group` best groups can be selected (DeepSeek-V3's routing). A group's
-    score is the sum of its two best biased scores when a `correction_bias` is passed (its one score in
-    a group of one), and its best score otherwise; equal groups go to the lower index.
+    With `num_expert_group > 1` the experts form groups of E / num_expert_group consecutive ones,
+    and only experts of the `topk_group` best groups can be selected (DeepSeek-V3's routing). A
+    group's score is the sum of its two best biased scores when a `correction_bias` is passed (its
+    one score in a group of one), and its best score otherwise; equal groups go to the lower index.
 
-    The ids of a token are distinct and inside [0, E) whatever the logits hold. NaN ranks below every
-    number, minus infinity included. The weights are what the formula gives, NaN included, and a NaN
-    stays in its own token's row.
+    The ids of a token are distinct and inside [0, E) whatever the logits hold. NaN ranks below
+    every number, minus infinity included. The weights are what the formula gives, NaN included, and
+    a NaN stays in its own token's row.
 
     Args:
         top_k: K, experts selected per token.
@@ -154,8 +154,8 @@ class FusedTopKFwdOp(Op):
             correction_bias: `[E]` float32, added to the sigmoid scores for the selection only.
 
         Returns:
-            `topk_weights` `[T, K]` float32 and `topk_ids` `[T, K]` int32, both in descending order of
-            selection.
+            `topk_weights` `[T, K]` float32 and `topk_ids` `[T, K]` int32, both in descending order
+            of selection.
 
         Raises:
             ValueError: If a tensor has the wrong shape, dtype, device or strides, K exceeds the

@@ -1,0 +1,200 @@
+"""torch.compile, opcheck, fake and meta tensors, inference mode."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tileops.moe import (
+    ContiguousLayoutSpec,
+    FusedMoEExpertsFwdOp,
+    FusedMoEFwdOp,
+    FusedTopKFwdOp,
+    MaskedLayoutSpec,
+    MoEExpertMLPFwdOp,
+    MoEGroupedGemmFwdOp,
+    MoEPostPermuteFwdOp,
+    MoEPrePermuteFwdOp,
+)
+
+E, K, H, F = 4, 2, 16, 24
+LAYOUTS = [ContiguousLayoutSpec.tight_physical_psum(), ContiguousLayoutSpec.aligned_per_row(4)]
+LAYOUTS += [MaskedLayoutSpec(3)]
+
+
+def weights(device):
+    w_gate_up = torch.randn(E, 2 * F, H, device=device).bfloat16()
+    w_down = torch.randn(E, H, F, device=device).bfloat16()
+    return w_gate_up, w_down
+
+
+def programs(target, device):
+    """For each op a function of (hidden_states, gating_output): nothing else varies in size."""
+    wg, wd = weights(device)
+    topk = FusedTopKFwdOp(K, renormalize=True, target=target)
+    layer, experts = FusedMoEFwdOp(K, target=target), FusedMoEExpertsFwdOp(target=target)
+    found = {
+        "FusedTopK": lambda x, g: topk(g),
+        "FusedMoE": lambda x, g: layer(x, g, wg, wd),
+        "FusedMoEExperts": lambda x, g: experts(torch.empty_like(x), x, wg, wd, *topk(g)),
+    }
+    for layout in LAYOUTS:
+        pre, mlp = (
+            MoEPrePermuteFwdOp(layout, E, target=target),
+            MoEExpertMLPFwdOp(layout, target=target),
+        )
+        gemm = MoEGroupedGemmFwdOp(layout, out_dtype=torch.float32, target=target)
+        post = MoEPostPermuteFwdOp(layout, target=target)
+
+        def stages(x, g, pre=pre, mlp=mlp, gemm=gemm, post=post):
+            scores, ids = topk(g)
+            rows, metadata, inverse = pre(x, ids)
+            out = torch.empty_like(x)
+            post(mlp(rows, wg, wd, metadata), scores, inverse, out)
+            wide = gemm(rows, wg, metadata)
+            return out, post(wide, scores, inverse)
+
+        found[f"stages {layout!r}"] = stages
+    return found
+
+
+NAMES = list(programs("reference", "cpu"))
+
+
+def tokens(num_tokens, device):
+    return torch.randn(num_tokens, H, device=device).bfloat16(), torch.randn(
+        num_tokens, E, device=device
+    )
+
+
+def equal(got, want):
+    got, want = (x if isinstance(x, tuple) else (x,) for x in (got, want))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_graph_for_every_token_count(kernels, device, name):
+    torch._dynamo.reset()
+    program = programs(kernels, device)[name]
+    graphs = []
+
+    def backend(graph, example):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(program, fullgraph=True, dynamic=True, backend=backend)
+    for num_tokens in (9, 7, 9, 51, 2, E, H):
+        args = tokens(num_tokens, device)
+        equal(compiled(*args), program(*args))
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("name", ["FusedMoE", "FusedMoEExperts", NAMES[3]])
+def test_inductor(kernels, device, name):
+    torch._dynamo.reset()
+    program = programs(kernels, device)[name]
+    compiled = torch.compile(program, fullgraph=True, dynamic=True)
+    for num_tokens in (5, 12, 0, 1):
+        args = tokens(num_tokens, device)
+        equal(compiled(*args), program(*args))
+
+
+def test_two_ops_with_other_settings_in_one_graph(kernels, device):
+    torch._dynamo.reset()
+    wg, wd = weights(device)
+    a = FusedMoEFwdOp(1, target=kernels)
+    b = FusedMoEFwdOp(3, "sigmoid", True, 2.5, activation="gelu_and_mul", target=kernels)
+
+    def program(x, g):
+        return b(a(x, g, wg, wd), g, wg, wd)
+
+    args = tokens(6, device)
+    equal(torch.compile(program, fullgraph=True, dynamic=True)(*args), program(*args))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fake_tensors_have_the_shapes_of_real_ones(kernels, device, name):
+    program = programs(kernels, device)[name]
+    for num_tokens in (0, 1, 9):
+        args = tokens(num_tokens, device)
+        real = program(*args)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = program(*(mode.from_tensor(a) for a in args))
+        real, fake = (x if isinstance(x, tuple) else (x,) for x in (real, fake))
+        for r, f in zip(real, fake, strict=True):
+            assert (r.shape, r.dtype, r.stride(), r.device) == (
+                f.shape,
+                f.dtype,
+                f.stride(),
+                f.device,
+            )
+
+
+def test_meta_tensors():
+    wg, wd = (w.to("meta") for w in weights("cpu"))
+    x, g = (a.to("meta") for a in tokens(9, "cpu"))
+    out = FusedMoEFwdOp(K)(x, g, wg, wd)
+    assert (out.device.type, out.shape, out.dtype) == ("meta", (9, H), torch.bfloat16)
+
+
+def test_inference_mode(kernels, device):
+    program = programs(kernels, device)["FusedMoE"]
+    args = tokens(5, device)
+    with torch.inference_mode():
+        inferred = program(*args)
+    equal(inferred, program(*args))
+
+
+def test_export(kernels, device):
+    wg, wd = weights(device)
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.op = FusedMoEFwdOp(K, target=kernels)
+            self.wg, self.wd = torch.nn.Buffer(wg), torch.nn.Buffer(wd)
+
+        def forward(self, x, g):
+            return self.op(x, g, self.wg, self.wd)
+
+    layer, args = Layer(), tokens(6, device)
+    num_tokens = torch.export.Dim("T", min=2, max=4096)
+    program = torch.export.export(layer, args, dynamic_shapes=({0: num_tokens}, {0: num_tokens}))
+    args = tokens(11, device)
+    equal(program.module()(*args), layer(*args))
+
+
+def operator_calls(target, device):
+    layout = repr(LAYOUTS[0])
+    x, g = tokens(5, device)
+    wg, wd = weights(device)
+    ops = torch.ops.tileops
+    ids = torch.randint(0, E, (5, K), dtype=torch.int32, device=device)
+    rows, ends, inverse = ops.moe_pre_permute_fwd(x, ids, layout, E, target)
+    scores = torch.rand(5, K, device=device)
+    gemm = rows, wd.transpose(1, 2).contiguous(), ends, None, layout, None
+    experts = x, wg, wd, scores, ids, None, None, 1.0, "silu_and_mul", target
+    return {
+        "fused_topk_fwd": (g, None, K, "softmax", True, 1, 1, 1.0, target),
+        "moe_pre_permute_fwd": (x, ids, layout, E, target),
+        "moe_post_permute_fwd": (rows, scores, inverse, layout, 1.0, torch.float32, target),
+        "moe_post_permute_fwd_out": (
+            rows,
+            scores,
+            inverse,
+            layout,
+            1.0,
+            target,
+            torch.empty_like(x),
+        ),
+        "moe_grouped_gemm_fwd": (*gemm, torch.bfloat16, target),
+        "moe_grouped_gemm_fwd_out": (*gemm, target, rows.new_empty(rows.shape[0], F)),
+        "fused_moe_experts_fwd_out": (*experts, torch.empty_like(x)),
+        "fused_moe_fwd": (x, g, wg, wd, None, None, None, K, "softmax", True, 1, 1, 1.0)
+        + ("silu_and_mul", target),
+    }
+
+
+@pytest.mark.parametrize("name", list(operator_calls("reference", "cpu")))
+def test_opcheck(kernels, device, name):
+    args = operator_calls(kernels, device)[name]
+    torch.library.opcheck(getattr(torch.ops.tileops, name).default, args)
