@@ -1,0 +1,23 @@
+"""Kernels for NVIDIA Hopper GPUs (compute capability 9.0)."""
+
+import torch
+
+from tileops.kernels.cuda import permute, post_permute, topk
+from tileops.kernels.cuda.sm90 import grouped_gemm
+from tileops.targets import Kernel, Target
+
+
+def _detect(where: torch.device) -> bool:
+    return where.type == "cuda"
+
+
+TARGET = Target(
+    name="cuda",
+    kernels={
+        "fused_topk_fwd": [Kernel(topk.fused_topk_fwd, topk.refuse)],
+        "moe_pre_permute_fwd": [Kernel(permute.moe_pre_permute_fwd, permute.refuse)],
+        "moe_post_permute_fwd": [Kernel(post_permute.moe_post_permute_fwd, post_permute.refuse)],
+        "moe_grouped_gemm_fwd": [Kernel(grouped_gemm.moe_grouped_gemm_fwd, grouped_gemm.refuse)],
+    },
+    detect=_detect,
+)

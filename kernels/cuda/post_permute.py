@@ -1,0 +1,149 @@
+"""Post-permute: every token gathers the rows of its routes and adds them up with their weights."""
+
+import tilelang
+import tilelang.language as T
+import torch
+
+from tileops.kernels.cuda.device import COMPILE_TARGET, capability
+
+THREADS = 128
+COLUMNS = 8
+"""Columns of a thread: a 16-byte vector in the half-precision dtypes, two of them in float32."""
+ROWS = 8
+"""Rows of a token that are in flight at once."""
+
+# The kernel checks its own bounds.
+CONFIG = {tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True}
+
+
+@tilelang.jit(target=COMPILE_TARGET, pass_configs=CONFIG)
+def build(row_dtype: str, out_dtype: str):
+    """Build the kernel for the dtypes of the rows and of the result.
+
+    T tokens, K routes a token, N routes, rows of H columns in E slabs of M rows (a contiguous
+    layout is one slab). A row is ``2**lane_bits`` threads wide.
+    """
+    num_tokens, top_k, num_routes = T.dynamic("T, K, N")
+    num_slabs, slab_rows, hidden = T.dynamic("E, M, H")
+    slab_stride, row_stride, weight_stride, out_stride = (
+        T.dynamic(f"{name}_stride", T.int64) for name in ("slab", "row", "weight", "out")
+    )
+    row_words = COLUMNS // 2 if row_dtype != "float32" else COLUMNS
+    out_words = COLUMNS // 2 if out_dtype != "float32" else COLUMNS
+
+    @T.prim_func
+    def combine_rows(
+        rows: T.StridedTensor[
+            (num_slabs, slab_rows, hidden), (slab_stride, row_stride, 1), row_dtype
+        ],
+        weights: T.StridedTensor[(num_tokens, top_k), (weight_stride, 1), T.float32],
+        inverse: T.Tensor[(num_routes,), T.int32],
+        out: T.StridedTensor[(num_tokens, hidden), (out_stride, 1), out_dtype],
+        blocks: T.int32,
+        lane_bits: T.int32,
+        factor: T.float32,
+    ):
+        with T.Kernel(blocks, threads=THREADS) as block:
+            thread = T.get_thread_binding()
+            token = T.alloc_var(T.int32)
+            column = T.alloc_var(T.int32)
+            slab = T.alloc_var(T.int32)
+            row = T.alloc_local((ROWS,), T.int32)
+            weight = T.alloc_local((ROWS,), T.float32)
+            words = T.alloc_local((ROWS, row_words), T.uint32)
+            values = T.view(words, (ROWS, COLUMNS), row_dtype)
+            value = T.alloc_local((COLUMNS,), T.float32)
+            total = T.alloc_local((COLUMNS,), T.float32)
+            result_words = T.alloc_local((out_words,), T.uint32)
+            result = T.view(result_words, (COLUMNS,), out_dtype)
+
+            slices = T.ceildiv(hidden, THREADS * COLUMNS)
+            token = T.truncdiv(block, slices)
+            column = (block - token * slices) * THREADS * COLUMNS
+            column = column + (thread & ((1 << lane_bits) - 1)) * COLUMNS
+            token = token * (THREADS >> lane_bits) + (thread >> lane_bits)
+            if token < num_tokens and column < hidden:
+                for c in T.unroll(COLUMNS):
+                    total[c] = 0
+                for batch in T.serial(T.ceildiv(top_k, ROWS)):
+                    for j in T.unroll(ROWS):
+                        row[j] = -1
+                        weight[j] = 0
+                        k = batch * ROWS + j
+                        if k < top_k:
+                            row[j] = inverse[token * top_k + k]
+                            weight[j] = weights[token, k] * factor
+                    # A dropped route reads nothing and adds 0 * 0, whatever its weight is.
+                    for j in T.unroll(ROWS):
+                        live = row[j] >= 0 and row[j] < num_slabs * slab_rows
+                        weight[j] = T.Select(live, weight[j], T.float32(0))
+                        slab = 0
+                        if num_slabs > 1:
+                            slab = T.truncdiv(row[j], slab_rows)
+                            row[j] = row[j] - slab * slab_rows
+                        for w in range(0, row_words, 4):
+                            words[j, w : w + 4] = T.ldg128(
+                                rows[slab, row[j], column + w * COLUMNS // row_words], pred=live
+                            )
+                    for j in T.unroll(ROWS):
+                        for c in T.vectorized(COLUMNS):
+                            value[c] = T.Cast(T.float32, values[j, c])
+                        for c in T.unroll(COLUMNS):
+                            total[c] = total[c] + weight[j] * value[c]
+                for c in T.vectorized(COLUMNS):
+                    result[c] = T.Cast(out_dtype, total[c])
+                for w in range(0, out_words, 4):
+                    T.stg128(out[token, column + w * COLUMNS // out_words], result_words[w : w + 4])
+
+    return combine_rows
+
+
+def _misplaced(name: str, x: torch.Tensor) -> str | None:
+    """Say why the rows of ``x`` cannot be read and written as vectors."""
+    steps = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
+    if x.data_ptr() % 16 or any(step * x.element_size() % 16 for step in steps):
+        return (
+            f"{name} needs rows that start on a 16-byte word, got {x.dtype}, "
+            f"strides {x.stride()}, address {x.data_ptr():#x}"
+        )
+    return None
+
+
+def refuse(
+    expert_output, topk_weights, inverse_indices, layout, routed_scaling_factor, target, out
+) -> str | None:
+    """Say why a call cannot be served: another GPU, or rows that are not runs of 16-byte words."""
+    if out.device.type != "cuda" or capability(out.device) != (9, 0):
+        return f"runs on GPUs of compute capability 9.0, got {out.device}"
+    if out.shape[1] % COLUMNS:
+        return f"needs a hidden size that is a multiple of {COLUMNS}, got {out.shape[1]}"
+    return _misplaced("expert_output", expert_output) or _misplaced("out", out)
+
+
+def moe_post_permute_fwd(
+    expert_output, topk_weights, inverse_indices, layout, routed_scaling_factor, target, out
+) -> None:
+    """Write the weighted sum of each token's rows to ``out``."""
+    num_tokens, hidden = out.shape
+    if out.numel() == 0:
+        return
+    rows = expert_output
+    if rows.ndim == 2:
+        rows = rows.unsqueeze(0)
+    elif rows.stride(0) == rows.shape[1] * rows.stride(1):
+        rows = rows.view(1, -1, hidden)
+    lane_bits = min((hidden // COLUMNS - 1).bit_length(), 7)
+    slices = -(-hidden // (THREADS * COLUMNS))
+    blocks = -(-num_tokens // (THREADS >> lane_bits)) * slices
+    row_dtype, out_dtype = (str(x.dtype).removeprefix("torch.") for x in (rows, out))
+    kernel = build(row_dtype, out_dtype)
+    with torch.cuda.device(out.device):
+        kernel(
+            rows,
+            topk_weights,
+            inverse_indices,
+            out,
+            blocks,
+            lane_bits,
+            routed_scaling_factor,
+        )

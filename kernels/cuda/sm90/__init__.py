@@ -1,0 +1,1 @@
+"""Kernels for NVIDIA Hopper GPUs (compute capability 9.0)."""

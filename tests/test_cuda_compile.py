@@ -1,0 +1,60 @@
+"""The CUDA kernels compile for sm_90a, with or without a GPU."""
+
+import pytest
+import torch
+
+from tileops.kernels.cuda import device, grouped_gemm_tiles, permute, post_permute, topk
+from tileops.kernels.cuda.sm90 import grouped_gemm
+from tileops.kernels.cuda.sm90.configs import pick_gemm
+from tileops.moe import FusedTopKFwdOp
+from tileops.targets import NoKernelError
+
+pytestmark = [
+    pytest.mark.nvcc,
+    pytest.mark.skipif(not device.has_compiler(), reason="needs nvcc: CUDA's compiler is not here"),
+]
+
+DECODE, PREFILL = pick_gemm(64, 128), pick_gemm(65_536, 128)
+
+
+def gemm(dtype, out_dtype, activation, has_bias, tile):
+    sizes = tile.block_m, tile.block_n, tile.block_k, tile.stages
+    return grouped_gemm.build(dtype, out_dtype, activation, has_bias, *sizes)
+
+
+KERNELS = {
+    "topk of 128 experts": lambda: topk.build("float32", "softmax", 4),
+    "topk of 256 experts, biased": lambda: topk.build("bfloat16", "biased_sigmoid", 8),
+    "topk of any number of experts": lambda: topk.build_scan("float16", "sigmoid"),
+    "count routes": permute.build_count,
+    "place routes": permute.build_place,
+    "copy rows": permute.build_copy,
+    "combine rows": lambda: post_permute.build("bfloat16", "bfloat16"),
+    "tiles of segments": lambda: grouped_gemm_tiles.build("physical_psum"),
+    "tiles of labels": lambda: grouped_gemm_tiles.build("per_row"),
+    "tiles of slabs": lambda: grouped_gemm_tiles.build("masked"),
+}
+GEMMS = {
+    "gate and up, prefill": lambda: gemm("bfloat16", "bfloat16", "silu_and_mul", False, PREFILL),
+    "down, prefill": lambda: gemm("bfloat16", "bfloat16", "none", False, PREFILL),
+    "gpt-oss, decode": lambda: gemm("float16", "float16", "swigluoai", True, DECODE),
+    "float32 out": lambda: gemm("bfloat16", "float32", "none", False, DECODE),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_index_and_copy_kernels(name):
+    assert "__global__" in KERNELS[name]().get_kernel_source()
+
+
+@pytest.mark.parametrize("name", GEMMS)
+def test_grouped_gemms_use_the_tensor_cores_and_the_copy_engine(name):
+    source = GEMMS[name]().get_kernel_source()
+    assert "wgmma" in source
+    assert "tma_load" in source
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_without_a_gpu_the_target_refuses_in_words():
+    with pytest.raises(NoKernelError, match="target 'cuda' cannot run fused_topk_fwd.*'reference'"):
+        FusedTopKFwdOp(1, target="cuda")(torch.randn(2, 4))
