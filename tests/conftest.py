@@ -36,7 +36,7 @@ def seed():
 
 @pytest.fixture
 def assert_accurate():
-    """Check a result against float64: twice torch's error in its dtype and a rounding are allowed."""
+    """Check a result against float64: twice torch's error in its dtype and a rounding pass."""
 
     def check(out, exact, same_dtype):
         error, limit = relative_error(out, exact), bound(same_dtype, exact)
