@@ -1,0 +1,81 @@
+"""Tensors inside kernels, and the three float formats, of which the C target knows only float32.
+
+Kernels take addresses, sizes and strides as numbers and put the tensors together themselves: one
+compile then serves every shape and view, and a call costs a fifth of one that passes tensors. An
+argument annotated as a tensor of one byte is an address, of any memory, or 0; who passes it keeps
+the memory alive until the kernel returns.
+
+bfloat16 and float16 tensors are int16 there. A value is widened to float32, exactly, where it is
+read and rounded once, to nearest even, where it is written; NaN stays NaN, infinities and signed
+zeros stay what they are, and float16 subnormals keep their values.
+"""
+
+import tilelang.cpu.language as T
+import torch
+
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+
+FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+"""A dtype as a kernel argument."""
+
+
+def strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of all dimensions but the last, whose stride is 1."""
+    return tensor.stride()[:-1]
+
+
+def view(address, shape, dtype, strides=None):
+    """Return the tensor at an address, in a kernel."""
+    return T.make_tensor(T.address_of(address[0]), shape, dtype, strides)
+
+
+def floats(address, shape, fmt: int, strides=None):
+    """Return the tensor of float32, or of 16-bit floats as int16, at an address, in a kernel."""
+    return view(address, shape, T.float32 if fmt == FLOAT32 else T.int16, strides)
+
+
+def _from_half(bits):
+    """Widen a float16 whose sign stands in bits 31 to 28 and the rest in bits 27 to 13."""
+    bits = T.cast(bits & T.int32(-0x70002000), "uint32")
+    special = (bits & T.uint32(0x0F800000)) == T.uint32(0x0F800000)
+    bits = T.Select(special, bits | T.uint32(0x70000000), bits)
+    # the product gives every exponent its bias, and normalises subnormals
+    return T.reinterpret(bits, "float32") * T.float32(2.0**112)
+
+
+def widen_low(word, fmt: int):
+    """Return the value of the 16-bit float in the low half of an int32: the even one of a pair."""
+    high = T.cast(word, "uint32") << T.uint32(16)
+    return T.reinterpret(high, "float32") if fmt == BFLOAT16 else widen_high(high, fmt)
+
+
+def widen_high(word, fmt: int):
+    """Return the value of the 16-bit float in the high half of an int32: the odd one of a pair."""
+    if fmt == BFLOAT16:
+        return T.reinterpret(T.cast(word, "uint32") & T.uint32(0xFFFF0000), "float32")
+    return _from_half(T.cast(word, "int32") >> 3)
+
+
+def widen(bits, fmt: int):
+    """Return the float32 value of an int16 bit pattern (a float32 passes through)."""
+    return bits if fmt == FLOAT32 else widen_low(bits, fmt)
+
+
+def narrow(value, fmt: int):
+    """Round a float32 to the int16 bit pattern of a 16-bit float (to float32: pass it through)."""
+    if fmt == FLOAT32:
+        return value
+    bits = T.reinterpret(value, "uint32")
+    magnitude = bits & T.uint32(0x7FFFFFFF)
+    nan = magnitude > T.uint32(0x7F800000)
+    if fmt == BFLOAT16:
+        rounded = (bits + T.uint32(0x7FFF) + ((bits >> 16) & T.uint32(1))) >> 16
+        return T.cast(T.Select(nan, (bits >> 16) | T.uint32(0x40), rounded), "int16")
+    normal = (magnitude + T.uint32(0xC8000FFF) + ((magnitude >> 13) & T.uint32(1))) >> 13
+    # adding 0.5 aligns the last bit of a float32 with that of a float16 subnormal
+    aligned = T.reinterpret(magnitude, "float32") + T.float32(0.5)
+    small = T.reinterpret(aligned, "uint32") - T.uint32(0x3F000000)
+    half = T.Select(magnitude < T.uint32(0x38800000), small, normal)
+    half = T.Select(magnitude >= T.uint32(0x47800000), T.uint32(0x7C00), half)
+    half = T.Select(nan, T.uint32(0x7E00), half)
+    return T.cast(half | ((bits >> 16) & T.uint32(0x8000)), "int16")
