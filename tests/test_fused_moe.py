@@ -116,6 +116,8 @@ def test_ids_outside_the_experts_add_nothing(target, device, dtype, assert_accur
 def test_local_slices_of_the_experts_add_up(target, device, assert_accurate):
     """Four ranks with two experts each, ids shifted to the local range, against all eight."""
     x, wg, wd, weights, ids, bg, bd = experts_case(device, torch.bfloat16, E=8, K=4)
+    assert bg is not None
+    assert bd is not None
     op = FusedMoEExpertsFwdOp(target=target)
     total = torch.zeros(x.shape, device=device)
     for rank in range(4):

@@ -1,6 +1,7 @@
 import sys
 import types
 from importlib.metadata import EntryPoint
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +27,9 @@ def install(monkeypatch):
     def put(**found):
         points = []
         for name, target in found.items():
-            module = types.ModuleType(f"installed_{name}")
+            module: Any = types.ModuleType(f"installed_{name}")
             if isinstance(target, Exception):
-                module.__getattr__ = lambda attribute, error=target: (_ for _ in ()).throw(error)
+                module.__getattr__ = lambda _, error=target: (_ for _ in ()).throw(error)
             else:
                 module.TARGET = target
             monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -203,6 +203,7 @@ def test_logits_may_be_a_view(target, device):
         op = FusedTopKFwdOp(4, scoring, target=target)
         for got, want in zip(op(view), op(view.contiguous()), strict=True):
             assert torch.equal(got, want)
+    op = FusedTopKFwdOp(4, target=target)
     rows = storage[:1, :16].expand(6, 16)
     assert torch.equal(op(rows)[1], op(rows.contiguous())[1])
 
