@@ -34,11 +34,10 @@ def floats(address, shape, fmt: int, strides=None):
     return view(address, shape, T.float32 if fmt == FLOAT32 else T.int16, strides)
 
 
-def _from_half(bits):
-    """Widen a float16 whose sign stands in bits 31 to 28 and the rest in bits 27 to 13."""
-    bits = T.cast(bits & T.int32(-0x70002000), "uint32")
-    special = (bits & T.uint32(0x0F800000)) == T.uint32(0x0F800000)
-    bits = T.Select(special, bits | T.uint32(0x70000000), bits)
+def _from_half(shifted, special):
+    """Widen a float16 from an int32: its sign in bits 31 to 28, the rest in bits 27 to 13."""
+    bits = T.cast(shifted, "uint32") & T.uint32(0x8FFFE000)
+    bits = bits | T.Select(special, T.uint32(0x70000000), T.uint32(0))
     # the product gives every exponent its bias, and normalises subnormals
     return T.reinterpret(bits, "float32") * T.float32(2.0**112)
 
@@ -46,19 +45,21 @@ def _from_half(bits):
 def widen_low(word, fmt: int):
     """Return the value of the 16-bit float in the low half of an int32: the even one of a pair."""
     high = T.cast(word, "uint32") << T.uint32(16)
-    return T.reinterpret(high, "float32") if fmt == BFLOAT16 else widen_high(high, fmt)
+    if fmt == BFLOAT16:
+        return T.reinterpret(high, "float32")
+    return _from_half(T.cast(high, "int32") >> 3, (word & 0x7C00) == 0x7C00)
 
 
 def widen_high(word, fmt: int):
     """Return the value of the 16-bit float in the high half of an int32: the odd one of a pair."""
     if fmt == BFLOAT16:
         return T.reinterpret(T.cast(word, "uint32") & T.uint32(0xFFFF0000), "float32")
-    return _from_half(T.cast(word, "int32") >> 3)
+    return _from_half(word >> 3, (word & 0x7C000000) == 0x7C000000)
 
 
 def widen(bits, fmt: int):
     """Return the float32 value of an int16 bit pattern (a float32 passes through)."""
-    return bits if fmt == FLOAT32 else widen_low(bits, fmt)
+    return bits if fmt == FLOAT32 else widen_low(T.cast(bits, "int32"), fmt)
 
 
 def narrow(value, fmt: int):
