@@ -33,6 +33,16 @@ def choice(op: str, name: str, value: object, options: Iterable[object]) -> None
         raise ValueError(f"{op}: {name} must be one of {options}, got {value!r}")
 
 
+def number(op: str, name: str, value: object, *, infinite: bool = False) -> float:
+    """Check that a setting is a number, not NaN, and finite unless ``infinite``; return it."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{op}: {name} must be a number, got {value!r}")
+    if math.isnan(value) or (math.isinf(value) and not infinite):
+        kind = "a number" if infinite else "finite"
+        raise ValueError(f"{op}: {name} must be {kind}, got {value}")
+    return float(value)
+
+
 def factor(op: str, name: str, value: object) -> None:
     """Check that a setting is a finite, positive number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -120,5 +130,6 @@ class Checker:
         ]
         letters, values = ("[" + ", ".join(map(str, part)) + "]" for part in (shape, sizes))
         expected = letters if letters == values else f"{letters} = {values}"
-        even = " with 2F even" if "2F" in values else ""
+        doubled = [size for size in sizes if isinstance(size, str) and size[0] == "2"]
+        even = f" with {doubled[0]} even" if doubled else ""
         raise ValueError(f"{self.op}: {name} must be {expected}{even}, got {tuple(x.shape)}")

@@ -36,9 +36,9 @@ class Kernel:
     """One implementation of an operator on one target.
 
     Attributes:
-        launch: Runs the operator: called with the arguments of its torch schema up to ``target``,
-            layouts as spec objects, then ``target=`` the resolved name. An operator with an ``out``
-            form is only ever launched in that form, with ``out=``.
+        launch: Runs the operator: called with the arguments that ``kernels/README.md`` lists for
+            it, layouts as spec objects, then ``target=`` the resolved name. An operator that writes
+            a buffer is only ever launched with ``out=``.
         refuse: Takes the same arguments; returns why this kernel cannot serve the call, else None.
     """
 

@@ -6,7 +6,15 @@ float32 in float64.
 """
 
 from tileops.targets import Kernel, Target
-from tileops.workloads import grouped_gemm, permute, topk
+from tileops.workloads import (
+    grouped_gemm,
+    permute,
+    permute_align,
+    router,
+    sparse_mixer,
+    swiglu,
+    topk,
+)
 
 TARGET = Target(
     name="reference",
@@ -15,5 +23,9 @@ TARGET = Target(
         "moe_pre_permute_fwd": [Kernel(permute.moe_pre_permute_fwd)],
         "moe_post_permute_fwd": [Kernel(permute.moe_post_permute_fwd)],
         "moe_grouped_gemm_fwd": [Kernel(grouped_gemm.moe_grouped_gemm_fwd)],
+        "moe_permute_align_fwd": [Kernel(permute_align.moe_permute_align_fwd)],
+        "moe_router_fwd": [Kernel(router.moe_router_fwd)],
+        "sparse_mixer_fwd": [Kernel(sparse_mixer.sparse_mixer_fwd)],
+        "swiglu_fwd": [Kernel(swiglu.swiglu_fwd)],
     },
 )

@@ -7,19 +7,34 @@ from collections.abc import Iterator
 import torch
 
 from tileops.layouts import MaskedLayoutSpec, MGroupedLayoutSpec
+from tileops.moe.grouped_gemm import ACTIVATIONS, Activation
 from tileops.workloads.accuracy import wide
 
 
+def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Apply a gated activation."""
+    if activation.name == "gelu_and_mul":
+        return torch.nn.functional.gelu(gate) * up
+    if activation.name == "silu_and_mul":
+        return torch.nn.functional.silu(gate) * up
+    gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.beta)
+
+
 def activate(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Apply a gated activation to rows ordered as it reads them."""
+    """Apply one of the named gated activations to rows ordered as it reads them."""
     if activation == "swigluoai":
         gate, up = gate_up[..., 0::2], gate_up[..., 1::2]
-        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-    gate, up = gate_up.chunk(2, dim=-1)
-    if activation == "gelu_and_mul":
-        return torch.nn.functional.gelu(gate) * up
-    return torch.nn.functional.silu(gate) * up
+    else:
+        gate, up = gate_up.chunk(2, dim=-1)
+    return gated(gate, up, ACTIVATIONS[activation])
+
+
+_PLAIN = {
+    "relu": torch.relu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "silu": torch.nn.functional.silu,
+}
 
 
 def expert_rows(
@@ -43,11 +58,20 @@ def expert_rows(
             yield e, ((metadata == e).nonzero()[:, 0],)
 
 
-def moe_grouped_gemm_fwd(a, b, layout_metadata, bias, layout, activation, target, out):
+def moe_grouped_gemm_fwd(
+    a, gate, up, layout_metadata, gate_bias, up_bias, layout, activation, *, target, out
+):
     """Multiply expert by expert in a wider dtype; bias, activation, one rounding."""
     compute = wide(a.dtype)
-    for e, rows in expert_rows(layout, layout_metadata, a.shape[-2], b.shape[0]):
-        product = a[rows].to(compute) @ b[e].to(compute).T
-        if bias is not None:
-            product += bias[e].to(compute)
-        out[rows] = (product if activation is None else activate(product, activation)).to(out.dtype)
+
+    def product(rows, e, weight, bias):
+        value = a[rows].to(compute) @ weight[e].to(compute).T
+        return value if bias is None else value + bias[e].to(compute)
+
+    for e, rows in expert_rows(layout, layout_metadata, a.shape[-2], gate.shape[0]):
+        value = product(rows, e, gate, gate_bias)
+        if up is not None:
+            value = gated(value, product(rows, e, up, up_bias), activation)
+        elif activation is not None:
+            value = _PLAIN[activation.name](value)
+        out[rows] = value.to(out.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-def _descending(values: torch.Tensor) -> torch.Tensor:
+def descending(values: torch.Tensor) -> torch.Tensor:
     """Return the order of the last dimension: largest first, NaN last, equal values by index."""
     ranked = torch.where(values.isnan(), -torch.inf, values)
     by_value = torch.sort(ranked, dim=-1, descending=True, stable=True).indices
@@ -22,8 +22,8 @@ def _kept_groups(
 ) -> torch.Tensor:
     """Return which experts stand in a kept group, shaped as ``biased``."""
     groups = biased.unflatten(-1, (num_groups, -1))
-    best = groups.gather(-1, _descending(groups))[..., : 2 if sum_of_two else 1]
-    kept = _descending(best.sum(-1))[:, :topk_group]
+    best = groups.gather(-1, descending(groups))[..., : 2 if sum_of_two else 1]
+    kept = descending(best.sum(-1))[:, :topk_group]
     mask = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(-1, kept, True)
     return mask[..., None].expand_as(groups).flatten(-2)
 
@@ -46,7 +46,7 @@ def fused_topk_fwd(
     else:
         scores = torch.sigmoid(logits)
         ranked = scores if correction_bias is None else scores + correction_bias
-    order = _descending(ranked)
+    order = descending(ranked)
     if num_expert_group > 1:
         kept = _kept_groups(ranked, num_expert_group, topk_group, correction_bias is not None)
         # excluded experts go behind all kept ones, whatever these hold

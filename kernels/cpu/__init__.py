@@ -1,15 +1,29 @@
 """Kernels for the CPU, through TileLang's C target."""
 
-from tileops.kernels.cpu import grouped_gemm, permute, topk
+from tileops.kernels.cpu import (
+    grouped_gemm,
+    permute,
+    permute_align,
+    router,
+    sparse_mixer,
+    swiglu,
+    topk,
+)
 from tileops.targets import Kernel, Target
 
 TARGET = Target(
     name="cpu",
     kernels={
         "fused_topk_fwd": [Kernel(topk.fused_topk_fwd, topk.refuse)],
+        "sparse_mixer_fwd": [Kernel(sparse_mixer.sparse_mixer_fwd, sparse_mixer.refuse)],
+        "moe_router_fwd": [Kernel(router.moe_router_fwd, router.refuse)],
         "moe_pre_permute_fwd": [Kernel(permute.moe_pre_permute_fwd, permute.refuse)],
         "moe_post_permute_fwd": [Kernel(permute.moe_post_permute_fwd, permute.refuse)],
+        "moe_permute_align_fwd": [
+            Kernel(permute_align.moe_permute_align_fwd, permute_align.refuse)
+        ],
         "moe_grouped_gemm_fwd": [Kernel(grouped_gemm.moe_grouped_gemm_fwd, grouped_gemm.refuse)],
+        "swiglu_fwd": [Kernel(swiglu.swiglu_fwd, swiglu.refuse)],
     },
     detect=lambda device: device.type == "cpu",
 )

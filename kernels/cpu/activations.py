@@ -1,4 +1,4 @@
-"""Exponential, sigmoid and the gated activations inside kernels, in float64 and without libm's exp.
+"""Exponential, sigmoid and the activations inside kernels, in float64 and without libm's exp.
 
 float64 keeps the small values of both tails where float32 would overflow or underflow, and these
 operations become vectors. Results are left in a scratch array: each step has to be stored, because
@@ -45,34 +45,70 @@ def sigmoid(x, t):
     t[0] = T.Select(x >= T.float64(0), T.float64(1), t[0]) / (T.float64(1) + t[0])
 
 
-# Gated activations of float64 values, left in ``t[0]``; ``t`` has four. A comparison with NaN is
-# false, so that each clamp hands NaN on.
+# Activations of float64 values, left in ``t[0]``; ``t`` has four. All take a gate and an up value,
+# the numbers of ``swiglu``, and ``t``. A comparison with NaN is false, so that each clamp hands NaN
+# on.
 
 
 @T.macro
-def _silu_and_mul(gate, up, t):
+def _silu_and_mul(gate, up, numbers, t):
     sigmoid(gate, t)
     t[0] = gate * t[0] * up
 
 
 @T.macro
-def _gelu_and_mul(gate, up, t):
+def _gelu_and_mul(gate, up, numbers, t):
     # erfc keeps the small values that 1 + erf would lose
     t[0] = T.call_extern("float64", "erfc", gate * _f64(-math.sqrt(0.5)))
     t[0] = T.float64(0.5) * gate * t[0] * up
 
 
 @T.macro
-def _swigluoai(gate, up, t):
-    t[3] = T.Select(gate > T.float64(7), T.float64(7), gate)
-    sigmoid(t[3] * T.float64(1.702), t)
-    t[1] = T.Select(up > T.float64(7), T.float64(7), up)
-    t[1] = T.Select(up < T.float64(-7), T.float64(-7), t[1])
-    t[0] = t[3] * t[0] * (t[1] + T.float64(1))
+def swiglu(gate, up, numbers, t):
+    """Apply the clamped SwiGLU; ``numbers`` are float64 arguments: alpha, beta and the limit."""
+    alpha, beta, limit = numbers
+    t[3] = T.Select(gate > limit, limit, gate)
+    sigmoid(t[3] * alpha, t)
+    t[1] = T.Select(up > limit, limit, up)
+    t[1] = T.Select(up < -limit, -limit, t[1])
+    t[0] = t[3] * t[0] * (t[1] + beta)
 
 
-ACTIVATIONS = {None: 0, "silu_and_mul": 1, "gelu_and_mul": 2, "swigluoai": 3}
-"""An activation's name as a kernel argument."""
+@T.macro
+def _relu(value, up, numbers, t):
+    t[0] = T.Select(value < T.float64(0), T.float64(0), value)
 
-GATED = {1: _silu_and_mul, 2: _gelu_and_mul, 3: _swigluoai}
-"""The macro of each: called with gate, up and scratch."""
+
+@T.macro
+def _gelu_tanh(value, up, numbers, t):
+    # (1 + tanh(z)) / 2 is the sigmoid of 2 z
+    t[3] = value + _f64(0.044715) * value * value * value
+    sigmoid(_f64(2 * 0.7978845608) * t[3], t)
+    t[0] = value * t[0]
+
+
+@T.macro
+def _silu(value, up, numbers, t):
+    sigmoid(value, t)
+    t[0] = value * t[0]
+
+
+ACTIVATIONS = {
+    "silu_and_mul": _silu_and_mul,
+    "gelu_and_mul": _gelu_and_mul,
+    "swiglu": swiglu,
+    "relu": _relu,
+    "gelu_tanh": _gelu_tanh,
+    "silu": _silu,
+}
+"""The macro of each activation of a grouped GEMM. The last three do not read the up value."""
+
+CODES = {name: code for code, name in enumerate(ACTIVATIONS, 1)}
+"""An activation's name as a kernel argument; 0 is none."""
+
+
+def as_arguments(activation) -> tuple[int, float, float, float]:
+    """Return the code and the numbers of an activation, or of None."""
+    if activation is None:
+        return 0, 0.0, 0.0, 0.0
+    return CODES[activation.name], activation.alpha, activation.beta, activation.limit

@@ -29,6 +29,12 @@ def view(address, shape, dtype, strides=None):
     return T.make_tensor(T.address_of(address[0]), shape, dtype, strides)
 
 
+def any_floats(address, shape, strides=None):
+    """Return the tensor as each of the `FORMATS`, for a kernel that learns the one at run time."""
+    full, halves = (floats(address, shape, fmt, strides) for fmt in (FLOAT32, BFLOAT16))
+    return {fmt: full if fmt == FLOAT32 else halves for fmt in FORMATS.values()}
+
+
 def floats(address, shape, fmt: int, strides=None):
     """Return the tensor of float32, or of 16-bit floats as int16, at an address, in a kernel."""
     return view(address, shape, T.float32 if fmt == FLOAT32 else T.int16, strides)

@@ -10,9 +10,9 @@ import tilelang.cpu.language as T
 
 from tileops.kernels.cpu import compiler
 from tileops.kernels.cpu.floats import (
-    BFLOAT16,
     FLOAT32,
     FORMATS,
+    any_floats,
     floats,
     narrow,
     view,
@@ -24,6 +24,17 @@ from tileops.layouts import MaskedLayoutSpec
 _PSUM, _PER_ROW, _MASKED = 0, 1, 2
 _THREAD_BYTES = 1 << 18  # least memory traffic that pays for a thread
 _STRIP = 512  # columns that a token's sum keeps at a time
+
+
+@T.macro
+def count_routes(ids, tokens, K, E, counts):
+    """Leave in ``counts`` how many routes each expert has; ids outside [0, E) are none's."""
+    for e in T.serial(E):
+        counts[e] = 0
+    for t in T.serial(tokens):
+        for k in T.serial(K):
+            if ids[t, k] >= 0 and ids[t, k] < E:
+                counts[ids[t, k]] += 1
 
 
 @compiler.jit
@@ -41,14 +52,9 @@ def build_pre(level: str):
     def sort(ids, metadata, inverse, cursor, source, tokens, K, E, R, layout, align, slab):
         """Count, give each expert its first row, then place the routes in the order of tokens."""
         start = T.alloc_var(T.int64, init=0)
-        for e in T.serial(E):
-            cursor[e] = 0
         for r in T.serial(R):
             source[r] = -1
-        for t in T.serial(tokens):
-            for k in T.serial(K):
-                if ids[t, k] >= 0 and ids[t, k] < E:
-                    cursor[ids[t, k]] += 1
+        count_routes(ids, tokens, K, E, cursor)
         for e in T.serial(E):
             if layout == _MASKED:
                 metadata[e] = T.min(cursor[e], T.cast(slab, "int32"))
@@ -158,8 +164,8 @@ def build_post(level: str):
     ):
         T.annotate_compile_flags(compiler.flags())
         shape, steps = (R // slab, slab, H), (slab_stride, row_stride, 1)
-        rows = {f: floats(rows_address, shape, f, steps) for f in (FLOAT32, BFLOAT16)}
-        out = {f: floats(out_address, (tokens, H), f, (out_row, 1)) for f in (FLOAT32, BFLOAT16)}
+        rows = any_floats(rows_address, shape, steps)
+        out = any_floats(out_address, (tokens, H), (out_row, 1))
         weights = floats(weights_address, (tokens, K), FLOAT32, (weights_row, 1))
         inverse = view(inverse_address, (tokens, K), T.int32)
         with T.Kernel(1) as _:
@@ -177,12 +183,12 @@ def build_post(level: str):
                                 if fmt == f:
                                     for h in T.serial(columns):
                                         total[h] += weights[t, k] * widen(
-                                            rows[min(f, BFLOAT16)][r // slab, r % slab, left + h], f
+                                            rows[f][r // slab, r % slab, left + h], f
                                         )
                     for f in FORMATS.values():
                         if out_fmt == f:
                             for h in T.serial(columns):
-                                out[min(f, BFLOAT16)][t, left + h] = narrow(total[h] * scale, f)
+                                out[f][t, left + h] = narrow(total[h] * scale, f)
 
     return kernel
 

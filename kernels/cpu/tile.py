@@ -64,44 +64,42 @@ def dot(tile: Tile, height: int):
     """Return a macro that computes a tile of ``height`` rows.
 
     Its arguments: ``acc`` and ``fold``, local arrays, a vector for each element of the tile and
-    half as many floats; ``b`` and, with pairs, ``words``, its 32-bit view; the expert; ``columns``,
-    the rows of ``b`` that the tile's columns are, and ``ahead``, how far on those of the next block
-    are; ``tail``, their last, partial step; ``wide``, the widened rows, from ``row`` on; and
-    ``sums`` of these rows, from ``left`` on and, for the second half of the columns, ``second``
-    further on.
+    half as many floats; ``first`` and ``second``, each a vector of all the weights that hold the
+    rows of this half of the columns, of 32-bit words with pairs; ``starts``, where in these the
+    rows of this block begin, and then those of the next; ``tail``, the last, partial step of this
+    block's; ``wide``, the widened rows, from ``row`` on; and ``sums`` of these rows, from ``left``
+    on and, for the second half of the columns, ``apart`` further on.
     """
     fmt, pairs, lanes, step, tile_n = tile.fmt, tile.pairs, tile.lanes, tile.step, tile.columns
     half = tile_n // 2
 
     @T.macro
-    def run(acc, fold, b, words, expert, columns, ahead, tail, wide, row, sums, left, second, K):
+    def run(acc, fold, first, second, starts, tail, wide, row, sums, left, apart, K):
         for i in T.serial(height * tile_n * lanes):
             acc[i] = T.float32(0)
         for k in T.serial(K // step):
             # a block's rows end before the hardware has learnt where they lead
-            for j in T.unroll(tile_n, explicit=True):
-                if pairs:
-                    line = T.address_of(words[expert, columns[j] + ahead, k * lanes])
-                    T.call_extern("void", "tileops_prefetch", line)
-                else:
-                    line = T.address_of(b[expert, columns[j] + ahead, k * step])
+            for side, b in enumerate((first, second)):
+                for j in T.unroll(side * half, side * half + half, explicit=True):
+                    line = T.address_of(b[starts[tile_n + j] + k * lanes])
                     T.call_extern("void", "tileops_prefetch", line)
             for i in T.unroll(height, explicit=True):
-                for j in T.unroll(tile_n, explicit=True):
-                    if pairs:
-                        for lane in T.serial(lanes):
-                            acc[(i * tile_n + j) * lanes + lane] += wide[
-                                row + i, k * step + lane
-                            ] * widen_low(words[expert, columns[j], k * lanes + lane], fmt)
-                        for lane in T.serial(lanes):
-                            acc[(i * tile_n + j) * lanes + lane] += wide[
-                                row + i, k * step + lanes + lane
-                            ] * widen_high(words[expert, columns[j], k * lanes + lane], fmt)
-                    else:
-                        for lane in T.serial(lanes):
-                            acc[(i * tile_n + j) * lanes + lane] += wide[
-                                row + i, k * step + lane
-                            ] * widen(b[expert, columns[j], k * step + lane], fmt)
+                for side, b in enumerate((first, second)):
+                    for j in T.unroll(side * half, side * half + half, explicit=True):
+                        if pairs:
+                            for lane in T.serial(lanes):
+                                acc[(i * tile_n + j) * lanes + lane] += wide[
+                                    row + i, k * step + lane
+                                ] * widen_low(b[starts[j] + k * lanes + lane], fmt)
+                            for lane in T.serial(lanes):
+                                acc[(i * tile_n + j) * lanes + lane] += wide[
+                                    row + i, k * step + lanes + lane
+                                ] * widen_high(b[starts[j] + k * lanes + lane], fmt)
+                        else:
+                            for lane in T.serial(lanes):
+                                acc[(i * tile_n + j) * lanes + lane] += wide[
+                                    row + i, k * step + lane
+                                ] * widen(b[starts[j] + k * lanes + lane], fmt)
         if K % step != 0:
             for i in T.serial(height):
                 for j in T.serial(tile_n):
@@ -117,6 +115,6 @@ def dot(tile: Tile, height: int):
         total = _halvings(lanes, acc, fold)[-1][1]
         for i in T.serial(height):
             for j in T.unroll(tile_n, explicit=True):
-                sums[row + i, left + j // half * second + j % half] = total[i * tile_n + j]
+                sums[row + i, left + j // half * apart + j % half] = total[i * tile_n + j]
 
     return run

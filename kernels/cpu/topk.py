@@ -1,45 +1,22 @@
-"""Top-k routing on the CPU: scores become integers that sort alike; the largest is taken K times.
-
-Integer keys give what a comparison of floats cannot: NaN ranks below minus infinity, -0.0 ties with
-0.0, and a search for the maximum runs in vectors. Among equal keys the first index wins.
-"""
+"""Top-k routing on the CPU: groups are kept, then the largest of the scores is taken K times."""
 
 import tilelang.cpu.language as T
 import torch
 
 from tileops.kernels.cpu import compiler
-from tileops.kernels.cpu.activations import exp_of_negative, sigmoid
-from tileops.kernels.cpu.floats import BFLOAT16, FLOAT32, FORMATS, floats, view, widen
+from tileops.kernels.cpu.activations import sigmoid
+from tileops.kernels.cpu.floats import FLOAT32, FORMATS, any_floats, floats, view
+from tileops.kernels.cpu.ranking import (
+    TAKEN,
+    find,
+    key_of,
+    read_scores,
+    softmax_terms,
+    value_of,
+)
 from tileops.kernels.cpu.threads import parallel
 
-_TAKEN = -0x7FFFFFFF  # below every key: taken, or in a group that is not kept
-_NAN = -0x7FFFFFFE
 _THREAD_STEPS = 1 << 17  # least work that pays for a thread: about 50 us
-
-
-def _key(value):
-    """Return an int32 that orders as the float32 does."""
-    bits = T.reinterpret(value, "int32")
-    magnitude = bits & 0x7FFFFFFF
-    return T.Select(
-        magnitude > 0x7F800000, T.int32(_NAN), T.Select(bits < 0, -magnitude, magnitude)
-    )
-
-
-def _value(key):
-    """Return the float32 that has this key."""
-    return T.Select(key < 0, -T.reinterpret(-key, "float32"), T.reinterpret(key, "float32"))
-
-
-@T.macro
-def _take(keys, span, best):
-    """Leave the largest of ``span[1]`` keys from ``span[0]`` on in ``best``, and which it is."""
-    best[0] = T.int32(_TAKEN)
-    for e in T.serial(span[1]):
-        best[0] = T.max(best[0], keys[span[0] + e])
-    best[1] = 0
-    while keys[span[0] + best[1]] != best[0]:
-        best[1] += 1
 
 
 @compiler.jit
@@ -75,8 +52,7 @@ def build(level: str):
         hi: T.int64,
     ):
         T.annotate_compile_flags(compiler.flags())
-        halves = floats(logits_address, (tokens, E), BFLOAT16, (row, 1))
-        full = floats(logits_address, (tokens, E), FLOAT32, (row, 1))
+        logits = any_floats(logits_address, (tokens, E), (row, 1))
         bias = floats(bias_address, (E,), FLOAT32)
         weights = floats(weights_address, (tokens, K), FLOAT32)
         ids = view(ids_address, (tokens, K), T.int32)
@@ -88,10 +64,7 @@ def build(level: str):
             total = T.alloc_local((1,), T.float64)
             scratch = T.alloc_local((3,), T.float64)
             for t in T.serial(lo, hi):
-                for f in FORMATS.values():
-                    if fmt == f:
-                        for e in T.serial(E):
-                            scores[e] = widen((full if f == FLOAT32 else halves)[t, e], f)
+                read_scores(logits, fmt, t, scores, E)
                 # what experts rank by
                 if is_sigmoid != 0:
                     for e in T.serial(E):
@@ -99,43 +72,34 @@ def build(level: str):
                         scores[e] = T.cast(scratch[0], "float32")
                 if has_bias != 0:
                     for e in T.serial(E):
-                        keys[e] = _key(scores[e] + bias[e])
+                        keys[e] = key_of(scores[e] + bias[e])
                 else:
                     for e in T.serial(E):
-                        keys[e] = _key(scores[e])
+                        keys[e] = key_of(scores[e])
                 total[0] = 1
                 if is_sigmoid == 0:
-                    best[0] = T.int32(_TAKEN)
-                    for e in T.serial(E):
-                        best[0] = T.max(best[0], keys[e])
-                    peak = T.cast(_value(best[0]), "float64")
-                    for e in T.serial(E):
-                        exp_of_negative(T.cast(scores[e], "float64") - peak, scratch)
-                        scores[e] = T.cast(scratch[0], "float32")
-                    total[0] = 0
-                    for e in T.serial(E):
-                        total[0] += T.cast(scores[e], "float64")
+                    softmax_terms(scores, keys, E, best, total, scratch)
                 if G > 1:
                     size = E // G
                     for g in T.serial(G):
-                        two[0] = T.int32(_TAKEN)
-                        two[1] = T.int32(_TAKEN)
+                        two[0] = T.int32(TAKEN)
+                        two[1] = T.int32(TAKEN)
                         for e in T.serial(size):
                             two[1] = T.max(two[1], T.min(two[0], keys[g * size + e]))
                             two[0] = T.max(two[0], keys[g * size + e])
                         keys[E + g] = two[0]
                         if has_bias != 0 and size > 1:
-                            keys[E + g] = _key(_value(two[0]) + _value(two[1]))
+                            keys[E + g] = key_of(value_of(two[0]) + value_of(two[1]))
                     for _ in T.serial(kept):
-                        _take(keys, (E, G), best)
-                        keys[E + best[1]] = T.int32(_TAKEN)
+                        find(keys, (E, G), best)
+                        keys[E + best[1]] = T.int32(TAKEN)
                     for g in T.serial(G):
-                        if keys[E + g] != T.int32(_TAKEN):
+                        if keys[E + g] != T.int32(TAKEN):
                             for e in T.serial(size):
-                                keys[g * size + e] = T.int32(_TAKEN)
+                                keys[g * size + e] = T.int32(TAKEN)
                 for k in T.serial(K):
-                    _take(keys, (0, E), best)
-                    keys[best[1]] = T.int32(_TAKEN)
+                    find(keys, (0, E), best)
+                    keys[best[1]] = T.int32(TAKEN)
                     ids[t, k] = best[1]
                     weights[t, k] = T.cast(T.cast(scores[best[1]], "float64") / total[0], "float32")
                 total[0] = 1

@@ -2,7 +2,16 @@
 
 import torch
 
-from tileops.kernels.cuda import permute, post_permute, topk
+from tileops.kernels.cuda import (
+    indexed_experts,
+    permute,
+    permute_align,
+    post_permute,
+    router,
+    sparse_mixer,
+    swiglu,
+    topk,
+)
 from tileops.kernels.cuda.sm90 import grouped_gemm
 from tileops.targets import Kernel, Target
 
@@ -17,6 +26,15 @@ TARGET = Target(
         "fused_topk_fwd": [Kernel(topk.fused_topk_fwd, topk.refuse)],
         "moe_pre_permute_fwd": [Kernel(permute.moe_pre_permute_fwd, permute.refuse)],
         "moe_post_permute_fwd": [Kernel(post_permute.moe_post_permute_fwd, post_permute.refuse)],
+        "moe_permute_align_fwd": [
+            Kernel(permute_align.moe_permute_align_fwd, permute_align.refuse)
+        ],
+        "moe_router_fwd": [Kernel(router.moe_router_fwd, router.refuse)],
+        "sparse_mixer_fwd": [Kernel(sparse_mixer.sparse_mixer_fwd, sparse_mixer.refuse)],
+        "swiglu_fwd": [Kernel(swiglu.swiglu_fwd, swiglu.refuse)],
+        "indexed_expert_mlp_fwd": [
+            Kernel(indexed_experts.indexed_expert_mlp_fwd, indexed_experts.refuse)
+        ],
         "moe_grouped_gemm_fwd": [Kernel(grouped_gemm.moe_grouped_gemm_fwd, grouped_gemm.refuse)],
     },
     detect=_detect,

@@ -11,7 +11,13 @@ import tilelang
 import tilelang.language as T
 import torch
 
-from tileops.kernels.cuda.device import COMPILE_TARGET, capability, sm_count
+from tileops.kernels.cuda.device import (
+    COMPILE_TARGET,
+    UNCHECKED,
+    misplaced,
+    sm_count,
+    wrong_device,
+)
 from tileops.layouts import MaskedLayoutSpec
 
 WARP = 32
@@ -34,7 +40,7 @@ TARGETS = 8
 # Barriers are placed by hand: which counter is touched depends on data, so the automatic pass would
 # put one around every access.
 CONFIG = {
-    tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True,
+    **UNCHECKED,
     tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
     tilelang.PassConfigKey.TL_DISABLE_SHARED_MEMORY_REUSE: True,
 }
@@ -98,7 +104,7 @@ def build_count():
 
 
 @tilelang.jit(target=COMPILE_TARGET, pass_configs=CONFIG)
-def build_place():
+def build_place(inverted: bool):
     """Build the kernel that gives every route its row and every expert its segment.
 
     A warp takes a run of its chunk's routes in order, 32 at a time. Its counters start at the row
@@ -107,10 +113,18 @@ def build_place():
     than another launch would.
 
     T tokens, K routes a token, E experts. ``counts`` is read only with several chunks. ``max_m`` is
-    0 in a contiguous layout. ``segment_end`` and ``valid_end`` are the rows where the segment of an
-    expert ends with and without its padding; of a slab only ``valid_end`` is written, as a count.
+    0 in a contiguous layout.
+
+    Args:
+        inverted: Whether the rows' routes are written, not the routes' rows: ``slots``, the number
+            of routes in a row that none owns; ``block_experts``, the expert of each run of
+            ``alignment`` rows, E past the last segment; and ``num_rows``, where that ends. The
+            others are ``inverse``; ``segment_end`` and ``valid_end``, the rows where the segment of
+            an expert ends with and without its padding. Of a slab only ``valid_end`` is written, as
+            a count. The tensors of the other kind are None.
     """
-    num_tokens, top_k, num_experts, num_counts = T.dynamic("T, K, E, N")
+    num_tokens, top_k, experts_written, num_counts = T.dynamic("T, K, E, N")
+    num_slots, num_blocks = T.dynamic("S, B")
     id_stride = T.dynamic("id_stride", T.int64)
 
     @T.prim_func
@@ -118,8 +132,12 @@ def build_place():
         ids: T.StridedTensor[(num_tokens, top_k), (id_stride, 1), T.int32],
         counts: T.Tensor[(num_counts,), T.int32],
         inverse: T.Tensor[(num_tokens * top_k,), T.int32],
-        segment_end: T.Tensor[(num_experts,), T.int32],
-        valid_end: T.Tensor[(num_experts,), T.int32],
+        segment_end: T.Tensor[(experts_written,), T.int32],
+        valid_end: T.Tensor[(experts_written,), T.int32],
+        slots: T.Tensor[(num_slots,), T.int32],
+        block_experts: T.Tensor[(num_blocks,), T.int32],
+        num_rows: T.Tensor[(1,), T.int32],
+        num_experts: T.int32,
         chunks: T.int32,
         chunk: T.int32,
         alignment: T.int32,
@@ -130,6 +148,9 @@ def build_place():
             lane = thread % WARP
             warp = thread // WARP
             rows = T.alloc_shared((PLACE_WARPS, WINDOW), T.int32)
+            if inverted:
+                firsts = T.alloc_shared((WINDOW,), T.int32)
+                ends = T.alloc_shared((WINDOW,), T.int32)
             warp_sums = T.alloc_shared((PLACE_WARPS,), T.int32)
             experts = T.alloc_local((BATCH,), T.int32)
             total = T.alloc_var(T.int32)
@@ -191,7 +212,10 @@ def build_place():
                     if low + slot < high:
                         if max_m > 0:
                             row = (low + slot) * max_m
-                        if block == 0:
+                        if inverted:
+                            firsts[slot] = row
+                            ends[slot] = row + total
+                        elif block == 0:
                             if max_m > 0:
                                 valid_end[low + slot] = T.min(total, max_m)
                             else:
@@ -221,10 +245,39 @@ def build_place():
                             T.sync_warp()
                             if max_m > 0 and row >= (low + experts[j] + 1) * max_m:
                                 row = -1
+                            if inverted:
+                                if row >= 0:
+                                    slots[row] = first + j * WARP
                             # The first pass drops what a later one may still place.
-                            if (experts[j] >= 0 or window == 0) and first + j * WARP < run_end:
+                            elif (experts[j] >= 0 or window == 0) and first + j * WARP < run_end:
                                 inverse[first + j * WARP] = row
+                if inverted:
+                    # An expert a warp: its filler and its blocks.
+                    for i in T.serial(T.ceildiv(high - low, chunks * PLACE_WARPS)):
+                        slot = (i * chunks + block) * PLACE_WARPS + warp
+                        if low + slot < high:
+                            row = ends[slot] + lane
+                            count = T.ceildiv(ends[slot], alignment)
+                            while row < count * alignment:
+                                slots[row] = num_tokens * top_k
+                                row = row + WARP
+                            row = T.truncdiv(firsts[slot], alignment) + lane
+                            while row < count:
+                                block_experts[row] = low + slot
+                                row = row + WARP
                 T.sync_threads()
+
+            if inverted:
+                row = start + block * PLACE_THREADS + thread
+                while row < num_slots:
+                    slots[row] = num_tokens * top_k
+                    row = row + chunks * PLACE_THREADS
+                row = T.truncdiv(start, alignment) + block * PLACE_THREADS + thread
+                while row < num_blocks:
+                    block_experts[row] = num_experts
+                    row = row + chunks * PLACE_THREADS
+                if block == 0 and thread == 0:
+                    num_rows[0] = start
 
     return place_routes
 
@@ -332,19 +385,20 @@ def build_copy():
     return copy_rows
 
 
-def refuse(hidden_states, local_expert_ids, layout, num_local_experts, target) -> str | None:
-    """Say why a call cannot be served: another GPU, or rows that are not runs of 16-byte words."""
-    if hidden_states.device.type != "cuda" or capability(hidden_states.device) != (9, 0):
-        return f"runs on GPUs of compute capability 9.0, got {hidden_states.device}"
-    size, rows = hidden_states.element_size(), hidden_states.shape[0]
-    steps = (hidden_states.shape[1], hidden_states.stride(0) if rows > 1 else 0)
-    if any(step * size % 16 for step in steps) or hidden_states.data_ptr() % 16:
-        return (
-            f"hidden_states needs rows of 16-byte words that start on one, got {size} bytes an "
-            f"element, shape {tuple(hidden_states.shape)}, strides {hidden_states.stride()}, "
-            f"address {hidden_states.data_ptr():#x}"
-        )
-    return None
+def count_chunks(ids, num_experts: int):
+    """Split the routes into chunks and count each expert's routes in each, if there are several.
+
+    Returns:
+        ``counts`` int32 (empty for one chunk), the number of chunks, and the routes of a chunk.
+    """
+    num_routes = ids.shape[0] * ids.shape[1]
+    if num_routes <= ONE_BLOCK_ROUTES:
+        return ids.new_empty(0), 1, num_routes
+    chunk = max(MIN_CHUNK, -(-num_routes // MAX_CHUNKS))
+    chunks = -(-num_routes // chunk)
+    counts = ids.new_empty((chunks, num_experts))
+    build_count()(ids, counts, chunk)
+    return counts.view(-1), chunks, chunk
 
 
 def place(ids, alignment: int, max_m: int, num_experts: int):
@@ -355,19 +409,27 @@ def place(ids, alignment: int, max_m: int, num_experts: int):
         segment of each expert ends (unwritten for a slab); ``valid_end`` ``[E]``, where its routes
         end, or in a slab how many there are. All int32. Call it with the ids' device current.
     """
-    num_routes = ids.shape[0] * ids.shape[1]
-    inverse = ids.new_empty(num_routes)
+    inverse = ids.new_empty(ids.shape[0] * ids.shape[1])
     valid_end = ids.new_empty(num_experts)
     segment_end = valid_end if max_m else ids.new_empty(num_experts)
-    chunks, chunk, counts = 1, num_routes, valid_end
-    if num_routes > ONE_BLOCK_ROUTES:
-        chunk = max(MIN_CHUNK, -(-num_routes // MAX_CHUNKS))
-        chunks = -(-num_routes // chunk)
-        counts = ids.new_empty((chunks, num_experts))
-        build_count()(ids, counts, chunk)
-        counts = counts.view(-1)
-    build_place()(ids, counts, inverse, segment_end, valid_end, chunks, chunk, alignment, max_m)
-    return inverse, segment_end, valid_end
+    counts, *split = count_chunks(ids, num_experts)
+    written = inverse, segment_end, valid_end
+    build_place(False)(
+        ids, counts, *written, None, None, None, num_experts, *split, alignment, max_m
+    )
+    return written
+
+
+def refuse(hidden_states, local_expert_ids, layout, num_local_experts, target) -> str | None:
+    """Say why a call cannot be served: another GPU, or rows that are not runs of 16-byte words."""
+    if (reason := wrong_device(hidden_states)) is not None:
+        return reason
+    if hidden_states.shape[1] * hidden_states.element_size() % 16:
+        return (
+            f"needs a hidden size of whole 16-byte words, got {hidden_states.dtype}, shape "
+            f"{tuple(hidden_states.shape)}, strides {hidden_states.stride()}"
+        )
+    return misplaced("hidden_states", hidden_states)
 
 
 def moe_pre_permute_fwd(hidden_states, local_expert_ids, layout, num_local_experts, target):

@@ -4,7 +4,13 @@ import tilelang
 import tilelang.language as T
 import torch
 
-from tileops.kernels.cuda.device import COMPILE_TARGET, capability
+from tileops.kernels.cuda.device import (
+    COMPILE_TARGET,
+    UNCHECKED,
+    dtype_name,
+    misplaced,
+    wrong_device,
+)
 
 THREADS = 128
 COLUMNS = 8
@@ -12,11 +18,8 @@ COLUMNS = 8
 ROWS = 8
 """Rows of a token that are in flight at once."""
 
-# The kernel checks its own bounds.
-CONFIG = {tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True}
 
-
-@tilelang.jit(target=COMPILE_TARGET, pass_configs=CONFIG)
+@tilelang.jit(target=COMPILE_TARGET, pass_configs=UNCHECKED)
 def build(row_dtype: str, out_dtype: str):
     """Build the kernel for the dtypes of the rows and of the result.
 
@@ -98,26 +101,15 @@ def build(row_dtype: str, out_dtype: str):
     return combine_rows
 
 
-def _misplaced(name: str, x: torch.Tensor) -> str | None:
-    """Say why the rows of ``x`` cannot be read and written as vectors."""
-    steps = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
-    if x.data_ptr() % 16 or any(step * x.element_size() % 16 for step in steps):
-        return (
-            f"{name} needs rows that start on a 16-byte word, got {x.dtype}, "
-            f"strides {x.stride()}, address {x.data_ptr():#x}"
-        )
-    return None
-
-
 def refuse(
     expert_output, topk_weights, inverse_indices, layout, routed_scaling_factor, target, out
 ) -> str | None:
     """Say why a call cannot be served: another GPU, or rows that are not runs of 16-byte words."""
-    if out.device.type != "cuda" or capability(out.device) != (9, 0):
-        return f"runs on GPUs of compute capability 9.0, got {out.device}"
+    if (reason := wrong_device(out)) is not None:
+        return reason
     if out.shape[1] % COLUMNS:
         return f"needs a hidden size that is a multiple of {COLUMNS}, got {out.shape[1]}"
-    return _misplaced("expert_output", expert_output) or _misplaced("out", out)
+    return misplaced("expert_output", expert_output) or misplaced("out", out)
 
 
 def moe_post_permute_fwd(
@@ -135,8 +127,7 @@ def moe_post_permute_fwd(
     lane_bits = min((hidden // COLUMNS - 1).bit_length(), 7)
     slices = -(-hidden // (THREADS * COLUMNS))
     blocks = -(-num_tokens // (THREADS >> lane_bits)) * slices
-    row_dtype, out_dtype = (str(x.dtype).removeprefix("torch.") for x in (rows, out))
-    kernel = build(row_dtype, out_dtype)
+    kernel = build(dtype_name(rows), dtype_name(out))
     with torch.cuda.device(out.device):
         kernel(
             rows,

@@ -9,10 +9,7 @@ import tilelang
 import tilelang.language as T
 import torch
 
-from tileops.kernels.cuda.device import COMPILE_TARGET, capability
-
-# The kernels check their own bounds.
-CONFIG = {tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True}
+from tileops.kernels.cuda.device import COMPILE_TARGET, UNCHECKED, dtype_name, wrong_device
 
 WARP = 32
 WARPS_PER_BLOCK = 4
@@ -127,12 +124,55 @@ def write_weights(weights, token, lane, top_k, score: T.Ref, total, renormalize,
             weights[token, k] = score * factor
 
 
+@T.macro
+def scan_softmax(logits, token, lane, num_experts, best: T.Ref, highest: T.Ref, normalizer: T.Ref):
+    """Read a row of logits twice for the terms of its softmax; ``best`` is scratch."""
+    score = T.alloc_var(T.float32)
+    best = NO_KEY
+    for i in T.serial(T.ceildiv(num_experts, WARP)):
+        if i * WARP + lane < num_experts:
+            score = T.Cast(T.float32, logits[token, i * WARP + lane])
+            best = T.max(best, rank_key(score))
+    highest = key_value(T.warp_reduce_max(best))
+    normalizer = 0
+    for i in T.serial(T.ceildiv(num_experts, WARP)):
+        if i * WARP + lane < num_experts:
+            score = T.Cast(T.float32, logits[token, i * WARP + lane])
+            normalizer = normalizer + T.exp(score - highest)
+    normalizer = T.warp_reduce_sum(normalizer)
+
+
 def halves(slots: int) -> list[int]:
     """Return the number of matches in each round of a knock-out among ``slots`` keys."""
     return [slots >> level for level in range(1, slots.bit_length())]
 
 
-@tilelang.jit(target=COMPILE_TARGET, pass_configs=CONFIG)
+@T.macro
+def pick(keys, match, found, first, lane_bits, slots: int, top: T.Ref, winner: T.Ref):
+    """Take the best key of a warp: ``top`` becomes the key, ``winner`` its expert.
+
+    A lane's keys are of experts ``first, first + 2**lane_bits...``. In the tournament among them
+    the left side of a match, in ``match`` and ``found``, holds the lower slots.
+    """
+    slot = T.alloc_var(T.int32)
+    for width in halves(slots):
+        for i in T.unroll(width):
+            if 2 * width == slots:
+                found[i] = 2 * i + T.Cast(T.int32, keys[2 * i + 1] > keys[2 * i])
+                match[i] = T.max(keys[2 * i], keys[2 * i + 1])
+            else:
+                right = match[2 * i + 1] > match[2 * i]
+                found[i] = T.Select(right, found[2 * i + 1], found[2 * i])
+                match[i] = T.max(match[2 * i], match[2 * i + 1])
+    top = T.warp_reduce_max(match[0])
+    mine = T.Select(match[0] == top, first + (found[0] << lane_bits), LAST)
+    winner = T.warp_reduce_min(mine)
+    slot = T.Select(mine == winner, found[0], -1)
+    for i in T.unroll(slots):
+        keys[i] = T.Select(i == slot, NO_KEY, keys[i])
+
+
+@tilelang.jit(target=COMPILE_TARGET, pass_configs=UNCHECKED)
 def build(dtype: str, scoring: str, slots: int):
     """Build the kernel that holds the keys of a token in registers.
 
@@ -169,8 +209,9 @@ def build(dtype: str, scoring: str, slots: int):
             first = T.alloc_var(T.int32)
             best = T.alloc_var(T.int32)
             second = T.alloc_var(T.int32)
-            slot = T.alloc_var(T.int32)
             kept = T.alloc_var(T.int32)
+            top = T.alloc_var(T.int32)
+            winner = T.alloc_var(T.int32)
             chosen = T.alloc_var(T.int32)
             score = T.alloc_var(T.float32)
             highest = T.alloc_var(T.float32)
@@ -218,24 +259,7 @@ def build(dtype: str, scoring: str, slots: int):
                 total = 0
                 for batch in T.serial(T.ceildiv(top_k, WARP)):
                     for k in T.serial(T.min(WARP, top_k - batch * WARP)):
-                        # A tournament: the left side of a match holds the lower slots.
-                        for width in halves(slots):
-                            for i in T.unroll(width):
-                                if 2 * width == slots:
-                                    found[i] = 2 * i + T.Cast(
-                                        T.int32, keys[2 * i + 1] > keys[2 * i]
-                                    )
-                                    match[i] = T.max(keys[2 * i], keys[2 * i + 1])
-                                else:
-                                    right = match[2 * i + 1] > match[2 * i]
-                                    found[i] = T.Select(right, found[2 * i + 1], found[2 * i])
-                                    match[i] = T.max(match[2 * i], match[2 * i + 1])
-                        top = T.warp_reduce_max(match[0])
-                        mine = T.Select(match[0] == top, first + (found[0] << lane_bits), LAST)
-                        winner = T.warp_reduce_min(mine)
-                        slot = T.Select(mine == winner, found[0], -1)
-                        for i in T.unroll(slots):
-                            keys[i] = T.Select(i == slot, NO_KEY, keys[i])
+                        pick(keys, match, found, first, lane_bits, slots, top, winner)
                         if lane == k:
                             chosen = winner
                     place = batch * WARP + lane
@@ -251,7 +275,7 @@ def build(dtype: str, scoring: str, slots: int):
     return fused_topk
 
 
-@tilelang.jit(target=COMPILE_TARGET, pass_configs=CONFIG)
+@tilelang.jit(target=COMPILE_TARGET, pass_configs=UNCHECKED)
 def build_scan(dtype: str, scoring: str):
     """Build the kernel for any number of experts and groups: each round reads the logits again.
 
@@ -294,19 +318,7 @@ def build_scan(dtype: str, scoring: str):
 
             if token < num_tokens:
                 if scoring == "softmax":
-                    best = NO_KEY
-                    for i in T.serial(T.ceildiv(num_experts, WARP)):
-                        if i * WARP + lane < num_experts:
-                            score = T.Cast(T.float32, logits[token, i * WARP + lane])
-                            key = rank_key(score)
-                            best = T.max(best, key)
-                    highest = key_value(T.warp_reduce_max(best))
-                    normalizer = 0
-                    for i in T.serial(T.ceildiv(num_experts, WARP)):
-                        if i * WARP + lane < num_experts:
-                            score = T.Cast(T.float32, logits[token, i * WARP + lane])
-                            normalizer = normalizer + T.exp(score - highest)
-                    normalizer = T.warp_reduce_sum(normalizer)
+                    scan_softmax(logits, token, lane, num_experts, best, highest, normalizer)
 
                 worst_group_key = NO_KEY
                 worst_group = 0
@@ -390,9 +402,7 @@ def build_scan(dtype: str, scoring: str):
 
 def refuse(gating_output, *settings, **named) -> str | None:
     """Say why a call cannot be served: another GPU."""
-    if gating_output.device.type != "cuda" or capability(gating_output.device) != (9, 0):
-        return f"runs on GPUs of compute capability 9.0, got {gating_output.device}"
-    return None
+    return wrong_device(gating_output)
 
 
 def fused_topk_fwd(
@@ -417,7 +427,7 @@ def fused_topk_fwd(
     group_size = num_experts // num_expert_group
     lane_bits = max(5 - (num_expert_group - 1).bit_length(), 0)
     slots = max(1 << (-(-group_size >> lane_bits) - 1).bit_length(), 2)
-    dtype = str(gating_output.dtype).removeprefix("torch.")
+    dtype = dtype_name(gating_output)
     scoring = scoring_func if correction_bias is None else f"biased_{scoring_func}"
     split = (lane_bits, group_size, topk_group, int(renormalize), routed_scaling_factor)
     with torch.cuda.device(gating_output.device):

@@ -9,19 +9,44 @@ from tileops.layouts import (
 from tileops.moe.experts import FusedMoEExpertsFwdOp, MoEExpertMLPFwdOp
 from tileops.moe.fused_moe import FusedMoEFwdOp
 from tileops.moe.grouped_gemm import MoEGroupedGemmFwdOp
+from tileops.moe.indexed_experts import IndexedExpertMLPFwdOp
+from tileops.moe.modular import (
+    FusedMoEExpertsModular,
+    FusedMoEPrepareAndFinalize,
+    PrepareResult,
+    WeightedReduce,
+    WeightedReduceNoOp,
+)
+from tileops.moe.onnx_moe import MoEFwdOp
 from tileops.moe.permute import MoEPostPermuteFwdOp, MoEPrePermuteFwdOp
+from tileops.moe.permute_align import MoEPermuteAlignFwdOp
+from tileops.moe.router import MoERouterFwdOp
+from tileops.moe.shared_expert import FusedMoESharedExpertFwdOp, SharedExpertMLPFwdOp
+from tileops.moe.swiglu import SwiGLUFwdOp
 from tileops.moe.topk import FusedTopKFwdOp
 
 __all__ = [
     "ContiguousLayoutSpec",
     "FusedMoEExpertsFwdOp",
+    "FusedMoEExpertsModular",
     "FusedMoEFwdOp",
+    "FusedMoEPrepareAndFinalize",
+    "FusedMoESharedExpertFwdOp",
     "FusedTopKFwdOp",
+    "IndexedExpertMLPFwdOp",
     "MGroupedLayoutSpec",
     "MaskedLayoutSpec",
     "MoEExpertMLPFwdOp",
+    "MoEFwdOp",
     "MoEGroupedGemmFwdOp",
+    "MoEPermuteAlignFwdOp",
     "MoEPostPermuteFwdOp",
     "MoEPrePermuteFwdOp",
+    "MoERouterFwdOp",
+    "PrepareResult",
     "RoutingEpilogueSpec",
+    "SharedExpertMLPFwdOp",
+    "SwiGLUFwdOp",
+    "WeightedReduce",
+    "WeightedReduceNoOp",
 ]

@@ -6,7 +6,13 @@ import torch
 
 from tileops import check, targets
 from tileops.layouts import ContiguousLayoutSpec, MGroupedLayoutSpec, layout_argument
-from tileops.moe.grouped_gemm import ACTIVATIONS, check_metadata, check_rows
+from tileops.moe.grouped_gemm import (
+    ACTIVATIONS,
+    check_metadata,
+    check_rows,
+    run_grouped_gemm,
+)
+from tileops.moe.modular import FusedMoEExpertsModular
 from tileops.moe.op import Op
 from tileops.overlap import refuse_overlap
 
@@ -44,7 +50,7 @@ def _fused_moe_experts_fwd_out_fake(*args):
     return None
 
 
-def _staged(
+def run_staged(
     hidden_states,
     w_gate_up,
     w_down,
@@ -65,11 +71,30 @@ def _staged(
         "moe_pre_permute_fwd", target, hidden_states, ids, layout, num_experts
     )
     act = rows.new_empty(rows.shape[0], ffn)
-    gate_up = rows, w_gate_up, ends, b_gate_up, layout, activation
-    targets.run("moe_grouped_gemm_fwd", target, *gate_up, out=act)
+    run_grouped_gemm(rows, w_gate_up, ends, b_gate_up, layout, activation, target, act)
     # the permuted input is spent: its memory takes the expert output
-    targets.run("moe_grouped_gemm_fwd", target, act, w_down, ends, b_down, layout, None, out=rows)
+    run_grouped_gemm(act, w_down, ends, b_down, layout, None, target, rows)
     targets.run("moe_post_permute_fwd", target, rows, weights, inverse, layout, scale, out=out)
+
+
+def _staged(
+    hidden_states, w_gate_up, w_down, weights, ids, b_gate_up, b_down, scale, activation, **named
+):
+    """Run the indexed form where routes are few, the grouped one elsewhere."""
+    num_experts, hidden, ffn = w_down.shape
+    if (
+        ids.numel() <= 2 * num_experts
+        and activation == "silu_and_mul"
+        and b_gate_up is None
+        and b_down is None
+        and hidden % 128 == 0
+        and ffn % 256 == 0
+    ):
+        args = hidden_states, w_gate_up, w_down, weights, ids, scale
+        targets.run("indexed_expert_mlp_fwd", named["target"], *args, out=named["out"])
+        return
+    biases = b_gate_up, b_down
+    run_staged(hidden_states, w_gate_up, w_down, weights, ids, *biases, scale, activation, **named)
 
 
 targets.register_staged(
@@ -190,14 +215,15 @@ class MoEExpertMLPFwdOp(Op):
         return out
 
 
-class FusedMoEExpertsFwdOp(Op):
+class FusedMoEExpertsFwdOp(Op, FusedMoEExpertsModular):
     r"""Run routed tokens through their experts and add up what the experts answer.
 
-    $out_t = s \sum_k w_{t,k} \, (down_{e}(act(gate\_up_{e}(h_t) + b_{gate\_up,e})) + b_{down,e})$
-    with $e = ids_{t,k}$ and $s$ the `routed_scaling_factor`. Each bias joins its product in
-    float32, before the activation or the cast; the routing weight then scales the biased down
-    output. A route's down row is rounded once to the tokens' dtype; the sum over k is float32 in
-    the order of k, rounded once. A route whose id lies outside [0, E) adds exactly nothing.
+    Token t gets $s \sum_k w_{t,k} \, (D_e \, \mathrm{act}(G_e h_t + g_e) + d_e)$, where expert e of
+    its route k has $G_e$ and $g_e$ as `w_gate_up` and `b_gate_up`, $D_e$ and $d_e$ as `w_down` and
+    `b_down`, and $s$ is the `routed_scaling_factor`. Each bias joins its product in float32, before
+    the activation or the cast; the routing weight then scales the biased down output. A route's
+    down row is rounded once to the tokens' dtype; the sum over k is float32 in the order of k,
+    rounded once. A route whose id lies outside [0, E) adds exactly nothing.
 
     Args:
         routed_scaling_factor: Finite, positive multiplier on the sum.

@@ -5,8 +5,13 @@ from __future__ import annotations
 import torch
 
 from tileops import check, targets
-from tileops.moe.experts import check_expert_weights
+from tileops.moe.experts import FusedMoEExpertsFwdOp, check_expert_weights
 from tileops.moe.grouped_gemm import ACTIVATIONS
+from tileops.moe.modular import (
+    FusedMoEExpertsModular,
+    FusedMoEPrepareAndFinalize,
+    PrepareAndFinalizeNoOp,
+)
 from tileops.moe.op import Op
 from tileops.moe.topk import check_experts, check_routing
 
@@ -97,6 +102,11 @@ class FusedMoEFwdOp(Op):
         activation: As [MoEGroupedGemmFwdOp][tileops.moe.MoEGroupedGemmFwdOp] defines them.
         target: Name of the target that serves the op, `BUILTIN` for the in-tree kernels, or None to
             decide from the device.
+        prepare_finalize: Moves the tokens to the experts and the results back, as for expert
+            parallelism; None for tokens and experts in one place.
+        experts: Computes the experts in the place of
+            [FusedMoEExpertsFwdOp][tileops.moe.FusedMoEExpertsFwdOp]. The routing weights that it
+            gets carry `routed_scaling_factor` already.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -121,6 +131,8 @@ class FusedMoEFwdOp(Op):
         *,
         activation: str = "silu_and_mul",
         target: str | None = None,
+        prepare_finalize: FusedMoEPrepareAndFinalize | None = None,
+        experts: FusedMoEExpertsModular | None = None,
     ) -> None:
         check_routing(
             "FusedMoEFwdOp",
@@ -140,6 +152,14 @@ class FusedMoEFwdOp(Op):
         self.topk_group = topk_group
         self.activation = activation
         self.target = targets.target_argument("FusedMoEFwdOp", target)
+        for name, part, kind in (
+            ("prepare_finalize", prepare_finalize, FusedMoEPrepareAndFinalize),
+            ("experts", experts, FusedMoEExpertsModular),
+        ):
+            if part is not None and not isinstance(part, kind):
+                raise TypeError(f"FusedMoEFwdOp: {name} must be a {kind.__name__}, got {part!r}")
+        self.prepare_finalize = prepare_finalize
+        self.experts = experts
 
     def forward(
         self,
@@ -173,10 +193,13 @@ class FusedMoEFwdOp(Op):
         checker = check.Checker("FusedMoEFwdOp")
         checker.tensor("hidden_states", hidden_states, ("T", "H"), check.FLOATS)
         checker.tensor("gating_output", gating_output, ("T", "E"), check.FLOATS)
+        num_experts = checker.dims["E"]
+        if self.prepare_finalize is not None:
+            del checker.dims["E"]  # the weights may be those of this rank's experts only
         check_expert_weights(checker, hidden_states.dtype, w_gate_up, w_down, b_gate_up, b_down)
         check_experts(
             "FusedMoEFwdOp",
-            gating_output.shape[1],
+            num_experts,
             self.top_k,
             self.scoring_func,
             self.num_expert_group,
@@ -184,21 +207,72 @@ class FusedMoEFwdOp(Op):
             correction_bias,
         )
         if correction_bias is not None:
+            checker.dims["E"] = num_experts
             checker.tensor("correction_bias", correction_bias, ("E",), check.FLOAT32)
-        return torch.ops.tileops.fused_moe_fwd.default(
-            hidden_states,
-            gating_output,
-            w_gate_up,
-            w_down,
-            correction_bias,
-            b_gate_up,
-            b_down,
+        routing = (
             self.top_k,
             self.scoring_func,
             self.renormalize,
             self.num_expert_group,
             self.topk_group,
             self.routed_scaling_factor,
-            self.activation,
-            self.target,
         )
+        if self.prepare_finalize is None and self.experts is None:
+            return torch.ops.tileops.fused_moe_fwd.default(
+                hidden_states,
+                gating_output,
+                w_gate_up,
+                w_down,
+                correction_bias,
+                b_gate_up,
+                b_down,
+                *routing,
+                self.activation,
+                self.target,
+            )
+        weights, ids = torch.ops.tileops.fused_topk_fwd.default(
+            gating_output, correction_bias, *routing, self.target
+        )
+        return self._chain(
+            hidden_states, weights, ids, num_experts, w_gate_up, w_down, b_gate_up, b_down
+        )
+
+    def _chain(
+        self,
+        hidden_states: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        num_experts: int,
+        w_gate_up: torch.Tensor,
+        w_down: torch.Tensor,
+        b_gate_up: torch.Tensor | None,
+        b_down: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run the layer as a chain of ops around the user's own parts."""
+        movement = self.prepare_finalize or PrepareAndFinalizeNoOp()
+        experts = self.experts or FusedMoEExpertsFwdOp(
+            activation=self.activation, target=self.target
+        )
+        prepared = movement.prepare(hidden_states, weights, ids, num_experts)
+        if prepared.scale is not None and self.experts is None:
+            raise ValueError(
+                "FusedMoEFwdOp: prepare_finalize must return tokens without a scale, since "
+                "FusedMoEExpertsFwdOp takes none that are quantised; pass experts= that do"
+            )
+        rows, hidden = prepared.hidden_states.shape
+        shape = experts.output_shape(rows, hidden, prepared.topk_ids.shape[1])
+        expert_output = hidden_states.new_empty(shape)
+        experts.forward(
+            expert_output,
+            prepared.hidden_states,
+            w_gate_up,
+            w_down,
+            prepared.topk_weights,
+            prepared.topk_ids,
+            b_gate_up,
+            b_down,
+        )
+        output = hidden_states.new_empty(hidden_states.shape)
+        reduce = experts.make_weighted_reduce()
+        movement.finalize(output, expert_output, prepared.topk_weights, prepared.topk_ids, reduce)
+        return output

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 
 from tileops import check, targets
@@ -15,7 +18,44 @@ from tileops.layouts import (
 from tileops.moe.op import Op
 from tileops.overlap import refuse_overlap
 
-ACTIVATIONS = ("silu_and_mul", "gelu_and_mul", "swigluoai")
+
+@dataclass(frozen=True)
+class Activation:
+    """What a grouped GEMM applies to its products; kernels get it in the place of a name.
+
+    Attributes:
+        name: ``"silu_and_mul"``, ``"gelu_and_mul"`` (erf) and ``"swiglu"`` gate one product with
+            another; ``"relu"``, ``"gelu_tanh"`` and ``"silu"`` take one.
+        alpha: Of ``"swiglu"`` only, as the next two: ``g * sigmoid(alpha * g) * (u + beta)`` with
+            ``g = min(gate, limit)`` and ``u = clamp(up, -limit, limit)``, NaN kept.
+        beta: Added to the clamped up value.
+        limit: Bound of the clamps, not negative; infinity turns them off.
+    """
+
+    name: str
+    alpha: float = 1.0
+    beta: float = 0.0
+    limit: float = math.inf
+
+
+ACTIVATIONS = {
+    "silu_and_mul": Activation("silu_and_mul"),
+    "gelu_and_mul": Activation("gelu_and_mul"),
+    "swigluoai": Activation("swiglu", alpha=1.702, beta=1.0, limit=7.0),
+}
+"""The public names of the gated activations."""
+
+
+def gate_and_up(
+    rows: torch.Tensor | None, activation: str | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """View ``[E, 2F, ...]`` weights or biases as gate rows and up rows, as the activation reads."""
+    if rows is None or activation is None:
+        return rows, None
+    if activation == "swigluoai":
+        return rows[:, 0::2], rows[:, 1::2]
+    return rows.chunk(2, dim=1)  # type: ignore[return-value]
+
 
 _SCHEMA = (
     "(Tensor a, Tensor b, Tensor layout_metadata, Tensor? bias, str layout, str? activation,"
@@ -34,11 +74,18 @@ def _new_output(a: torch.Tensor, b: torch.Tensor, activation: str | None, dtype:
     return a.new_empty((*a.shape[:-1], width), dtype=dtype)
 
 
+def run_grouped_gemm(a, b, metadata, bias, layout, activation, target, out) -> None:
+    """Run the target's kernel, which gets the gate rows and the up rows (or None) as two views."""
+    gate, up = gate_and_up(b, activation)
+    gate_bias, up_bias = gate_and_up(bias, activation)
+    args = a, gate, up, metadata, gate_bias, up_bias, layout, ACTIVATIONS.get(activation)
+    targets.run("moe_grouped_gemm_fwd", target, *args, out=out)
+
+
 @torch.library.impl("tileops::moe_grouped_gemm_fwd", "CompositeExplicitAutograd")
 def _moe_grouped_gemm_fwd(a, b, metadata, bias, layout, activation, out_dtype, target):
     out = _new_output(a, b, activation, out_dtype)
-    args = a, b, metadata, bias, parse_layout(layout), activation
-    targets.run("moe_grouped_gemm_fwd", target, *args, out=out)
+    run_grouped_gemm(a, b, metadata, bias, parse_layout(layout), activation, target, out)
     return out
 
 
@@ -50,8 +97,7 @@ def _moe_grouped_gemm_fwd_fake(a, b, metadata, bias, layout, activation, out_dty
 @torch.library.impl("tileops::moe_grouped_gemm_fwd_out", "CompositeExplicitAutograd")
 def _moe_grouped_gemm_fwd_out(a, b, metadata, bias, layout, activation, target, out):
     refuse_overlap("MoEGroupedGemmFwdOp", "out", out, a=a, b=b, layout_metadata=metadata, bias=bias)
-    args = a, b, metadata, bias, parse_layout(layout), activation
-    targets.run("moe_grouped_gemm_fwd", target, *args, out=out)
+    run_grouped_gemm(a, b, metadata, bias, parse_layout(layout), activation, target, out)
 
 
 @torch.library.register_fake("tileops::moe_grouped_gemm_fwd_out")

@@ -166,9 +166,9 @@ class MoEPrePermuteFwdOp(Op):
 class MoEPostPermuteFwdOp(Op):
     r"""Gather the rows of each token's routes and add them up with their weights.
 
-    $out_t = s \sum_k w_{t,k} \, y_{inverse(t,k)}$, summed in float32 in the order of k and rounded
-    once, so the same call gives the same bits. A dropped route (index -1) adds exactly nothing and
-    no row is read for it.
+    Token t gets $s \sum_k w_{t,k} \, y_{r(t,k)}$, with $r$ the row of a route and $s$ the factor of
+    the epilogue. The sum is float32 in the order of k and rounded once, so the same call gives the
+    same bits. A dropped route (index -1) adds exactly nothing, and no row is read for it.
 
     Args:
         layout: How the rows of `expert_output` stand.

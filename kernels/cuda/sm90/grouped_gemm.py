@@ -11,10 +11,20 @@ import tilelang
 import tilelang.language as T
 import torch
 
-from tileops.kernels.cuda.device import COMPILE_TARGET, capability, has_compiler, sm_count
+from tileops.kernels.cuda.activations import sigmoid, swiglu
+from tileops.kernels.cuda.device import (
+    COMPILE_TARGET,
+    UNCHECKED,
+    dtype_name,
+    has_compiler,
+    misplaced,
+    sm_count,
+    wrong_device,
+)
 from tileops.kernels.cuda.grouped_gemm_tiles import END, EXPERT, FIELDS, FIRST, grouped_gemm_tiles
 from tileops.kernels.cuda.sm90.configs import pick_gemm
 from tileops.layouts import MGroupedLayoutSpec
+from tileops.moe.grouped_gemm import Activation
 
 WARP, WARPGROUP = 32, 128
 ROWS = 64
@@ -27,25 +37,27 @@ VECTOR_BYTES = 16
 CHUNK_BYTES = 128
 """How much of a row the epilogue stages at a time, so that whole cache lines are stored."""
 
-LIMIT, SLOPE = 7.0, 1.702
-"""The constants of ``swigluoai``."""
+GATED = ("silu_and_mul", "gelu_and_mul", "swiglu")
+"""The activations that gate one product with another."""
 
 
-def _swish(x, slope):
-    """Return ``x * sigmoid(slope * x)``: no exponential overflows, and small values are kept."""
-    small = T.exp(-T.abs(slope * x))
-    return x * T.Select(x >= 0, T.float32(1), small) * T.fast_rcp(T.float32(1) + small)
-
-
-def _gated(gate, up, activation: str):
-    """Return the gated activation; comparisons, unlike min and max, let NaN through."""
+def _gated(gate, up, activation: str, alpha, beta, limit):
+    """Return the activation of two products."""
     if activation == "silu_and_mul":
-        return _swish(gate, 1.0) * up
+        return gate * sigmoid(gate) * up
     if activation == "gelu_and_mul":
         return 0.5 * gate * (1 + T.erf(gate * 0.5**0.5)) * up
-    gate = T.Select(gate > LIMIT, T.float32(LIMIT), gate)
-    up = T.Select(up > LIMIT, T.float32(LIMIT), T.Select(up < -LIMIT, T.float32(-LIMIT), up))
-    return _swish(gate, SLOPE) * (up + 1)
+    return swiglu(gate, up, alpha, beta, limit)
+
+
+def _activated(x, activation: str):
+    """Return the activation of one product."""
+    if activation == "relu":
+        return T.Select(x < 0, T.float32(0), x)
+    if activation == "silu":
+        return x * sigmoid(x)
+    # (1 + tanh(z)) / 2 is the sigmoid of 2 z, which keeps the tail of negative x
+    return x * sigmoid(2 * 0.7978845608 * (x + 0.044715 * x * x * x))
 
 
 def _locate(job, count, column_blocks):
@@ -56,10 +68,7 @@ def _locate(job, count, column_blocks):
     return 1 + sweep + T.truncmod(within, height), T.truncdiv(within, height)
 
 
-@tilelang.jit(
-    target=COMPILE_TARGET,
-    pass_configs={tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True},
-)
+@tilelang.jit(target=COMPILE_TARGET, pass_configs=UNCHECKED)
 def build(
     dtype: str,
     out_dtype: str,
@@ -73,21 +82,21 @@ def build(
     """Build the kernel. All sizes and strides are run-time values.
 
     Args:
-        dtype: Type of ``a``, ``b`` and ``bias``.
+        dtype: Type of ``a``, the weights and the biases.
         out_dtype: Type of ``out``.
-        activation: ``"none"`` or the name of a gated activation.
-        has_bias: Whether ``bias`` is added; without, None is passed in its place.
+        activation: ``"none"`` or the name of an activation.
+        has_bias: Whether there is a bias at all; without, None is passed in the place of both.
         block_m: Rows of a tile.
-        block_n: Rows of ``b`` for a tile.
+        block_n: Rows of weights for a tile.
         block_k: Columns loaded at a time.
         stages: Loads in flight.
 
     In the kernel: G slabs of M rows (one slab of all rows in a contiguous layout, one an expert in
-    a masked one), E experts, N columns of ``out``, K columns of ``a``. ``b`` and ``bias`` have a
-    dimension of gate and up (of size 1 without an activation), so that their strides tell stacked
-    from interleaved rows.
+    a masked one), E experts, N columns of ``out``, K columns of ``a``. ``up`` and ``up_bias`` are
+    None unless the activation is gated. Of two biases one may be missing: its flag is 0, and any
+    tensor of its shape stands in its place. ``alpha``, ``beta`` and ``limit`` are of ``swiglu``.
     """
-    parts = 1 if activation == "none" else 2
+    parts = 2 if activation in GATED else 1
     columns = block_n // parts
     math_groups = block_m // ROWS
     math_threads = math_groups * WARPGROUP
@@ -97,8 +106,12 @@ def build(
 
     slabs, rows, num_experts, width, depth, lines = T.dynamic("G, M, E, N, K, lines")
     a_slab, a_row = T.dynamic("a_slab, a_row", T.int64)
-    b_expert, b_part, b_row = T.dynamic("b_expert, b_part, b_row", T.int64)
-    bias_expert, bias_part, bias_row = T.dynamic("bias_expert, bias_part, bias_row", T.int64)
+    gate_expert, gate_row, up_expert, up_row = T.dynamic(
+        "gate_expert, gate_row, up_expert, up_row", T.int64
+    )
+    gate_bias_expert, gate_bias_row, up_bias_expert, up_bias_row = T.dynamic(
+        "gate_bias_expert, gate_bias_row, up_bias_expert, up_bias_row", T.int64
+    )
     out_slab, out_row = T.dynamic("out_slab, out_row", T.int64)
 
     @T.macro
@@ -110,12 +123,18 @@ def build(
         staged,
         full,
         empty,
-        bias,
+        gate_bias,
+        up_bias,
         out,
         tiles,
         count,
         start,
         step,
+        gate_biased,
+        up_biased,
+        alpha,
+        beta,
+        limit,
     ):
         """Multiply rows ``64 * group`` and up of each tile, and store them."""
         thread = T.get_thread_binding() - group * WARPGROUP
@@ -128,6 +147,7 @@ def build(
         first = T.alloc_var(T.int32)
         left = T.alloc_var(T.int32)
         column = T.alloc_var(T.int32)
+        added = T.alloc_var(T.float32)
         job = start
         turn = 0
         while job < count * T.ceildiv(width, columns):
@@ -142,14 +162,13 @@ def build(
                 if has_bias:
                     for i in T.unroll(block_n // WARPGROUP):
                         at = i * WARPGROUP + thread
-                        bias_tile[group, at] = T.Cast(
-                            T.float32,
-                            bias[
-                                expert,
-                                T.truncdiv(at, columns),
-                                T.min(column + T.truncmod(at, columns), width - 1),
-                            ],
-                        )
+                        added = 0
+                        if at < columns:
+                            if gate_biased != 0:
+                                added = gate_bias[expert, T.min(column + at, width - 1)]
+                        elif up_biased != 0:
+                            added = up_bias[expert, T.min(column + at - columns, width - 1)]
+                        bias_tile[group, at] = added
                 T.clear(acc)
                 for k in T.serial(T.ceildiv(depth, block_k)):
                     T.barrier_wait(full[turn % stages], (turn // stages) & 1)
@@ -183,7 +202,12 @@ def build(
                             for i, j in T.Parallel(ROWS, chunk):
                                 up[i, j] += bias_tile[group, columns + c * chunk + j]
                         for i, j in T.Parallel(ROWS, chunk):
-                            value[i, j] = _gated(value[i, j], up[i, j], activation)
+                            value[i, j] = _gated(
+                                value[i, j], up[i, j], activation, alpha, beta, limit
+                            )
+                    elif activation != "none":
+                        for i, j in T.Parallel(ROWS, chunk):
+                            value[i, j] = _activated(value[i, j], activation)
                     for i, j in T.Parallel(ROWS, chunk):
                         staged[group, i, j] = value[i, j]
                     for i, j in T.Parallel(ROWS, vectors):
@@ -207,13 +231,18 @@ def build(
     @T.prim_func
     def grouped_gemm(
         a: T.StridedTensor[(slabs, rows, depth), (a_slab, a_row, 1), dtype],
-        b: T.StridedTensor[(num_experts, parts, width, depth), (b_expert, b_part, b_row, 1), dtype],
-        bias: T.StridedTensor[
-            (num_experts, parts, width), (bias_expert, bias_part, bias_row), dtype
-        ],
+        gate: T.StridedTensor[(num_experts, width, depth), (gate_expert, gate_row, 1), dtype],
+        up: T.StridedTensor[(num_experts, width, depth), (up_expert, up_row, 1), dtype],
+        gate_bias: T.StridedTensor[(num_experts, width), (gate_bias_expert, gate_bias_row), dtype],
+        up_bias: T.StridedTensor[(num_experts, width), (up_bias_expert, up_bias_row), dtype],
         out: T.StridedTensor[(slabs, rows, width), (out_slab, out_row, 1), out_dtype],
         tiles: T.Tensor[(lines, FIELDS), T.int32],
         num_blocks: T.int32,
+        gate_biased: T.int32,
+        up_biased: T.int32,
+        alpha: T.float32,
+        beta: T.float32,
+        limit: T.float32,
     ):
         with T.Kernel(num_blocks, threads=math_threads + WARPGROUP) as start:
             a_ring = T.alloc_shared((stages, block_m, block_k), dtype)
@@ -256,15 +285,23 @@ def build(
                             a_ring[turn % stages, :, :],
                             barrier=full[turn % stages],
                         )
-                        for part in T.unroll(parts):
+                        T.tma_copy(
+                            gate[
+                                expert,
+                                block * columns : (block + 1) * columns,
+                                k * block_k : (k + 1) * block_k,
+                            ],
+                            b_ring[turn % stages, 0:columns, :],
+                            barrier=full[turn % stages],
+                        )
+                        if parts == 2:
                             T.tma_copy(
-                                b[
+                                up[
                                     expert,
-                                    part,
                                     block * columns : (block + 1) * columns,
                                     k * block_k : (k + 1) * block_k,
                                 ],
-                                b_ring[turn % stages, part * columns : (part + 1) * columns, :],
+                                b_ring[turn % stages, columns:block_n, :],
                                 barrier=full[turn % stages],
                             )
                         T.barrier_arrive(full[turn % stages])
@@ -281,12 +318,18 @@ def build(
                     staged,
                     full,
                     empty,
-                    bias,
+                    gate_bias,
+                    up_bias,
                     out,
                     tiles,
                     count,
                     start,
                     num_blocks,
+                    gate_biased,
+                    up_biased,
+                    alpha,
+                    beta,
+                    limit,
                 )
             elif math_groups == 2:
                 T.set_max_nreg(232, 1)
@@ -298,96 +341,103 @@ def build(
                     staged,
                     full,
                     empty,
-                    bias,
+                    gate_bias,
+                    up_bias,
                     out,
                     tiles,
                     count,
                     start,
                     num_blocks,
+                    gate_biased,
+                    up_biased,
+                    alpha,
+                    beta,
+                    limit,
                 )
 
     return grouped_gemm
 
 
-def _view(x: torch.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """Reinterpret ``x``; a dimension of size 1 gets a stride that a TMA descriptor takes."""
-    usable = [8 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True)]
-    return x.as_strided(sizes, usable)
+def _view(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x``; a dimension of size 1 gets a stride that a TMA descriptor takes."""
+    steps = [8 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True)]
+    return x.as_strided(x.shape, (*steps[:-1], x.stride(-1)))
 
 
 def _slabs(x: torch.Tensor) -> torch.Tensor:
     """View expert rows, a matrix or slabs, as slabs."""
-    if x.ndim == 3:
-        return _view(x, x.shape, x.stride())
-    return _view(x, (1, *x.shape), (0, *x.stride()))
-
-
-def _parts(x: torch.Tensor, activation: str | None) -> torch.Tensor:
-    """View ``b`` or ``bias`` with a dimension of gate and up after that of the experts."""
-    num_experts, rows, *rest = x.shape
-    expert, row, *inner = x.stride()
-    if activation is None:
-        return _view(x, (num_experts, 1, rows, *rest), (expert, 0, row, *inner))
-    half = rows // 2
-    part, row = (row, 2 * row) if activation == "swigluoai" else (half * row, row)
-    return _view(x, (num_experts, 2, half, *rest), (expert, part, row, *inner))
+    return _view(x if x.ndim == 3 else x.unsqueeze(0))
 
 
 def moe_grouped_gemm_fwd(
     a: torch.Tensor,
-    b: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
     layout_metadata: torch.Tensor,
-    bias: torch.Tensor | None,
+    gate_bias: torch.Tensor | None,
+    up_bias: torch.Tensor | None,
     layout: MGroupedLayoutSpec,
-    activation: str | None,
+    activation: Activation | None,
     *,
     target: str,
     out: torch.Tensor,
 ) -> None:
     """Run the kernel on ``a``'s device and its current stream; see ``MoEGroupedGemmFwdOp``."""
-    num_experts, rows = b.shape[0], a.shape[-2]
+    num_experts, rows = gate.shape[0], a.shape[-2]
     if out.numel() == 0 or num_experts == 0:
         return
-    tile = pick_gemm(a.shape[:-1].numel(), num_experts)
-    kernel = build(
-        str(a.dtype).removeprefix("torch."),
-        str(out.dtype).removeprefix("torch."),
-        activation or "none",
-        bias is not None,
-        tile.block_m,
-        tile.block_n,
-        tile.block_k,
-        tile.stages,
-    )
+    activation = activation or Activation("none")
     # TileLang makes the device of the arguments current and leaves it so
     with torch.cuda.device(a.device):
+        if a.shape[-1] == 0:  # no TMA descriptor has an empty dimension
+            a, gate = a.new_zeros(*a.shape[:-1], 8), gate.new_zeros(*gate.shape[:-1], 8)
+            up = None if up is None else gate
+        tile = pick_gemm(a.shape[:-1].numel(), num_experts)
         tiles = grouped_gemm_tiles(layout_metadata, layout, rows, num_experts, tile.block_m)
+        some_bias = up_bias if gate_bias is None else gate_bias
+        kernel = build(
+            dtype_name(a),
+            dtype_name(out),
+            activation.name,
+            some_bias is not None,
+            tile.block_m,
+            tile.block_n,
+            tile.block_k,
+            tile.stages,
+        )
         kernel(
             _slabs(a),
-            _parts(b, activation),
-            None if bias is None else _parts(bias, activation),
+            _view(gate),
+            None if up is None else _view(up),
+            some_bias,
+            None if up is None else some_bias if up_bias is None else up_bias,
             _slabs(out),
             tiles,
             sm_count(a.device),
+            int(gate_bias is not None),
+            int(up_bias is not None),
+            activation.alpha,
+            activation.beta,
+            activation.limit,
         )
 
 
 def refuse(
     a: torch.Tensor,
-    b: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
     layout_metadata: torch.Tensor,
-    bias: torch.Tensor | None,
+    gate_bias: torch.Tensor | None,
+    up_bias: torch.Tensor | None,
     layout: MGroupedLayoutSpec,
-    activation: str | None,
+    activation: Activation | None,
     *,
     target: str,
     out: torch.Tensor,
 ) -> str | None:
     """Return why the kernel cannot serve a call, or None."""
-    if a.device.type != "cuda":
-        return f"takes tensors on a CUDA device, got {a.device}"
-    if capability(a.device) != (9, 0):
-        return f"needs compute capability (9, 0), {a.device} has {capability(a.device)}"
+    if (reason := wrong_device(a)) is not None:
+        return reason
     if a.dtype not in (torch.bfloat16, torch.float16):
         return (
             f"takes bfloat16 and float16, got {a.dtype}; float32 would run as TF32: "
@@ -401,13 +451,10 @@ def refuse(
             f"takes widths that are multiples of 8 (16 bytes), got K = {depth} and {width} columns "
             "of out"
         )
-    for name, x in (("a", a), ("b", b), ("out", out)):
-        if x.data_ptr() % 16:
-            return f"{name} must start at a multiple of 16 bytes, got address {x.data_ptr():#x}"
-        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-            if size > 1 and (stride == 0 or stride * x.element_size() % 16):
-                return (
-                    f"{name} must have strides that are multiples of 16 bytes and not 0 (the last "
-                    f"one apart), got strides {x.stride()} of {x.dtype}"
-                )
+    weights = {"b": gate} if up is None else {"gate rows of b": gate, "up rows of b": up}
+    for name, x in {"a": a, **weights, "out": out}.items():
+        if (reason := misplaced(name, x)) is not None:
+            return reason
+        if any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True)):
+            return f"{name}: expanded dimensions (of stride 0) are not taken, got {x.stride()}"
     return None

@@ -1,0 +1,44 @@
+"""Permute-align: the routes sorted by expert in padded blocks, for GEMMs that gather their rows.
+
+The kernels are those that place routes in `permute`, in the form that writes the route of each row:
+one launch, or two when the routes are more than one block takes.
+"""
+
+import torch
+
+from tileops.kernels.cuda.device import wrong_device
+from tileops.kernels.cuda.permute import build_place, count_chunks
+from tileops.moe.permute_align import align_shapes
+
+
+def refuse(topk_ids, num_experts, block_size, *, target) -> str | None:
+    """Say why a call cannot be served: another GPU, or more slots than an int32 counts."""
+    num_slots, _ = align_shapes(topk_ids.shape[0] * topk_ids.shape[1], num_experts, block_size)
+    if num_slots >= 2**31:
+        return f"takes fewer than 2**31 slots, got {num_slots}"
+    return wrong_device(topk_ids)
+
+
+def moe_permute_align_fwd(topk_ids, num_experts, block_size, *, target):
+    """Sort the routes; returns the route of each slot, the expert of each block and their count."""
+    num_slots, num_blocks = align_shapes(
+        topk_ids.shape[0] * topk_ids.shape[1], num_experts, block_size
+    )
+    slots, experts, count = (topk_ids.new_empty(n) for n in (num_slots, num_blocks, 1))
+    with torch.cuda.device(topk_ids.device):
+        counts, *split = count_chunks(topk_ids, num_experts)
+        build_place(True)(
+            topk_ids,
+            counts,
+            None,
+            None,
+            None,
+            slots,
+            experts,
+            count,
+            num_experts,
+            *split,
+            block_size,
+            0,
+        )
+    return slots, experts, count
