@@ -8,12 +8,19 @@ from tileops.moe import (
     ContiguousLayoutSpec,
     FusedMoEExpertsFwdOp,
     FusedMoEFwdOp,
+    FusedMoESharedExpertFwdOp,
     FusedTopKFwdOp,
+    IndexedExpertMLPFwdOp,
     MaskedLayoutSpec,
     MoEExpertMLPFwdOp,
+    MoEFwdOp,
     MoEGroupedGemmFwdOp,
+    MoEPermuteAlignFwdOp,
     MoEPostPermuteFwdOp,
     MoEPrePermuteFwdOp,
+    MoERouterFwdOp,
+    SharedExpertMLPFwdOp,
+    SwiGLUFwdOp,
 )
 
 E, K, H, F = 4, 2, 16, 24
@@ -32,10 +39,26 @@ def programs(target, device):
     wg, wd = weights(device)
     topk = FusedTopKFwdOp(K, renormalize=True, target=target)
     layer, experts = FusedMoEFwdOp(K, target=target), FusedMoEExpertsFwdOp(target=target)
+    shared = FusedMoESharedExpertFwdOp(K, target=target, tp_size=3, tp_rank=1)
+    indexed, mlp_of_all = IndexedExpertMLPFwdOp(target=target), SharedExpertMLPFwdOp(target=target)
+    align, router = MoEPermuteAlignFwdOp(E, 8, target=target), MoERouterFwdOp(2, K, target=target)
+    swiglu, onnx_moe = (
+        SwiGLUFwdOp(7.0, target=target),
+        MoEFwdOp(K, "swiglu", True, 1, target=target),
+    )
+    sparse = MoEFwdOp(2, "silu", use_sparse_mixer=True, target=target)
     found = {
         "FusedTopK": lambda x, g: topk(g),
         "FusedMoE": lambda x, g: layer(x, g, wg, wd),
         "FusedMoEExperts": lambda x, g: experts(torch.empty_like(x), x, wg, wd, *topk(g)),
+        "IndexedExpertMLP": lambda x, g: indexed(torch.empty_like(x), x, wg, wd, *topk(g)),
+        "FusedMoESharedExpert": lambda x, g: shared(x, g, wg, wd, None, wg[0], wd[0]),
+        "SharedExpertMLP": lambda x, g: mlp_of_all(x, wg[0], wd[0]),
+        "MoEPermuteAlign": lambda x, g: align(topk(g)[1]),
+        "MoERouter": lambda x, g: router(g),
+        "SwiGLU": lambda x, g: (swiglu(x), swiglu(x, x)),
+        "MoE": lambda x, g: onnx_moe(x, g.bfloat16(), wg, None, wd),
+        "MoE, sparse mixer": lambda x, g: sparse(x, g.bfloat16(), wg[:, :F], None, wd),
     }
     for layout in LAYOUTS:
         pre, mlp = (
@@ -88,7 +111,7 @@ def test_one_graph_for_every_token_count(kernels, device, name):
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("name", ["FusedMoE", "FusedMoEExperts", NAMES[3]])
+@pytest.mark.parametrize("name", ["FusedMoE", "FusedMoESharedExpert", "MoE", NAMES[-1]])
 def test_inductor(kernels, device, name):
     torch._dynamo.reset()
     program = programs(kernels, device)[name]
@@ -191,6 +214,13 @@ def operator_calls(target, device):
         "fused_moe_experts_fwd_out": (*experts, torch.empty_like(x)),
         "fused_moe_fwd": (x, g, wg, wd, None, None, None, K, "softmax", True, 1, 1, 1.0)
         + ("silu_and_mul", target),
+        "indexed_expert_mlp_fwd_out": (*experts[:5], 1.0, target, torch.empty_like(x)),
+        "shared_expert_mlp_fwd": (x, *wg[0].chunk(2), wd[0], target),
+        "moe_permute_align_fwd": (ids, E, 8, target),
+        "moe_router_fwd": (g, None, None, 2, K, 1, "sigmoid", 1.5, torch.float16, target),
+        "swiglu_fwd": (x, None, 7.0, 1.0, 0.0, target),
+        "moe_fwd": (x, g.bfloat16(), wg, None, wd, None, None, None, K, "swiglu", True, 2, 7.0)
+        + (1.0, 0.0, False, target),
     }
 
 

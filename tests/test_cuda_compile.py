@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from tileops.kernels.cuda import device, grouped_gemm_tiles, permute, post_permute, topk
+from tileops.kernels.cuda import (
+    device,
+    grouped_gemm_tiles,
+    permute,
+    post_permute,
+    router,
+    sparse_mixer,
+    swiglu,
+    topk,
+)
 from tileops.kernels.cuda.sm90 import grouped_gemm
 from tileops.kernels.cuda.sm90.configs import pick_gemm
 from tileops.moe import FusedTopKFwdOp
@@ -23,21 +32,21 @@ def gemm(dtype, out_dtype, activation, has_bias, tile):
 
 
 KERNELS = {
-    "topk of 128 experts": lambda: topk.build("float32", "softmax", 4),
     "topk of 256 experts, biased": lambda: topk.build("bfloat16", "biased_sigmoid", 8),
     "topk of any number of experts": lambda: topk.build_scan("float16", "sigmoid"),
+    "router": lambda: router.build("float32", "bfloat16", "sqrt_softplus", "int64", False, 8),
+    "sparse mixer": lambda: sparse_mixer.build("bfloat16"),
+    "swiglu": lambda: swiglu.build("bfloat16", True),
     "count routes": permute.build_count,
-    "place routes": permute.build_place,
+    "place routes": lambda: permute.build_place(False),
     "copy rows": permute.build_copy,
     "combine rows": lambda: post_permute.build("bfloat16", "bfloat16"),
-    "tiles of segments": lambda: grouped_gemm_tiles.build("physical_psum"),
     "tiles of labels": lambda: grouped_gemm_tiles.build("per_row"),
     "tiles of slabs": lambda: grouped_gemm_tiles.build("masked"),
 }
 GEMMS = {
     "gate and up, prefill": lambda: gemm("bfloat16", "bfloat16", "silu_and_mul", False, PREFILL),
-    "down, prefill": lambda: gemm("bfloat16", "bfloat16", "none", False, PREFILL),
-    "gpt-oss, decode": lambda: gemm("float16", "float16", "swigluoai", True, DECODE),
+    "gpt-oss, decode": lambda: gemm("float16", "float16", "swiglu", True, DECODE),
     "float32 out": lambda: gemm("bfloat16", "float32", "none", False, DECODE),
 }
 

@@ -1,0 +1,86 @@
+import formulas
+import pytest
+import torch
+from test_fused_moe import experts_case
+
+from tileops import targets
+from tileops.moe import FusedMoEExpertsFwdOp, IndexedExpertMLPFwdOp
+from tileops.workloads.layer import eager_experts
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "E", "K"), [(0, 6, 3), (1, 6, 3), (4, 6, 3), (3, 64, 8), (30, 5, 5)]
+)
+@pytest.mark.parametrize(("H", "F"), [(128, 256), (72, 40)])
+def test_matches_the_formula(
+    target, device, dtype, num_tokens, E, K, H, F, assert_accurate, poison
+):
+    x, wg, wd, weights, ids, _, _ = experts_case(device, dtype, num_tokens, E, K, H, F, False)
+    output = torch.full_like(x, float("nan"))
+    poison(num_tokens * K * F * 4, num_tokens * K * H * 4)
+    assert IndexedExpertMLPFwdOp(2.5, target=target)(output, x, wg, wd, weights, ids) is output
+    args = x, wg, wd, 2.5 * weights, ids, "silu_and_mul"
+    assert_accurate(output, formulas.experts(*args), eager_experts(*args))
+
+
+def test_ids_outside_the_experts_add_nothing(target, device, assert_accurate):
+    x, wg, wd, weights, ids, _, _ = experts_case(device, torch.bfloat16, 4, 6, 3, 128, 256, False)
+    ids[0], ids[1, 1], ids[2, 2] = -1, 6, 2**31 - 1
+    output = torch.full_like(x, float("nan"))
+    IndexedExpertMLPFwdOp(target=target)(output, x, wg, wd, weights, ids)
+    assert (output[0] == 0).all()
+    args = x, wg, wd, weights, ids, "silu_and_mul"
+    assert_accurate(output, formulas.experts(*args), eager_experts(*args))
+
+
+def test_one_expert_for_all(target, device, assert_accurate):
+    x, wg, wd, weights, ids, _, _ = experts_case(device, torch.bfloat16, 24, 12, 1, 128, 256, False)
+    ids[:] = 7
+    output = torch.empty_like(x)
+    IndexedExpertMLPFwdOp(target=target)(output, x, wg, wd, weights, ids)
+    args = x, wg, wd, weights, ids, "silu_and_mul"
+    assert_accurate(output, formulas.experts(*args), eager_experts(*args))
+
+
+def test_same_call_same_bits(target, device):
+    x, wg, wd, weights, ids, _, _ = experts_case(device, torch.bfloat16, 4, 16, 8, 128, 256, False)
+    op = IndexedExpertMLPFwdOp(target=target)
+    first = op(torch.empty_like(x), x, wg, wd, weights, ids)
+    for _ in range(20):
+        assert torch.equal(op(torch.empty_like(x), x, wg, wd, weights, ids), first)
+
+
+@pytest.mark.parametrize(
+    ("change", "indexed"),
+    [
+        ({}, True),
+        ({"T": 5}, False),  # 15 routes, more than two an expert
+        ({"H": 72}, False),
+        ({"F": 128}, False),
+        ({"biases": True}, False),
+        ({"activation": "gelu_and_mul"}, False),
+    ],
+)
+def test_the_experts_op_picks_it_for_few_routes(monkeypatch, change, indexed):
+    sizes = {"T": 4, "E": 6, "K": 3, "H": 128, "F": 256, "biases": False, **change}
+    activation = sizes.pop("activation", "silu_and_mul")
+    x, wg, wd, weights, ids, bg, bd = experts_case("cpu", torch.float32, **sizes)
+    ran = []
+    run = targets.run
+
+    def record(op, *args, **named):
+        ran.append(op)
+        return run(op, *args, **named)
+
+    monkeypatch.setattr(targets, "run", record)
+    op = FusedMoEExpertsFwdOp(activation=activation, target="reference")
+    op(torch.empty_like(x), x, wg, wd, weights, ids, bg, bd)
+    assert ("indexed_expert_mlp_fwd" in ran) == indexed
+
+
+def test_output_must_not_overlap(target, device):
+    x, wg, wd, weights, ids, _, _ = experts_case(device, torch.bfloat16, 4, 6, 3, 128, 256, False)
+    with pytest.raises(
+        ValueError, match="IndexedExpertMLPFwdOp: output must not overlap hidden_states"
+    ):
+        IndexedExpertMLPFwdOp(target=target)(x, x, wg, wd, weights, ids)
