@@ -1,0 +1,410 @@
+"""Random calls of every op: the target `cpu` agrees with the reference.
+
+A result may differ from the reference by roundings that fall the other way, and by the order of a
+float32 sum. Both are relative to the sizes of what is added up, not to a sum that may cancel: the
+reference run on absolute values gives these.
+"""
+
+import math
+import os
+
+import torch
+from draws import Draw, assert_untouched_around, ranks_clearly
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tileops.moe import (
+    ContiguousLayoutSpec,
+    FusedMoEExpertsFwdOp,
+    FusedMoEFwdOp,
+    FusedMoESharedExpertFwdOp,
+    FusedTopKFwdOp,
+    IndexedExpertMLPFwdOp,
+    MoEExpertMLPFwdOp,
+    MoEFwdOp,
+    MoEGroupedGemmFwdOp,
+    MoEPermuteAlignFwdOp,
+    MoEPostPermuteFwdOp,
+    MoEPrePermuteFwdOp,
+    MoERouterFwdOp,
+    RoutingEpilogueSpec,
+    SharedExpertMLPFwdOp,
+    SwiGLUFwdOp,
+)
+from tileops.moe.router import SCORINGS
+from tileops.workloads.accuracy import ROUNDING
+from tileops.workloads.router import LOWEST, affinity
+
+NAN, INF = math.nan, math.inf
+GATED = ["silu_and_mul", "gelu_and_mul", "swigluoai"]
+IN_CI = bool(os.environ.get("CI"))
+
+settings.register_profile(
+    "random calls",
+    deadline=None,
+    derandomize=IN_CI,
+    print_blob=True,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+def random_calls(count):
+    """Call the test with that many different draws."""
+
+    def decorate(test):
+        profile = settings(settings.get_profile("random calls"), max_examples=count)
+
+        def run(data):
+            test(Draw(data))
+
+        run.__name__ = run.__qualname__ = test.__name__
+        return profile(given(data=st.data())(run))
+
+    return decorate
+
+
+def both(op, *args, **settings):
+    """Build an op for `cpu` and for the reference."""
+    return (op(*args, **settings, target=target) for target in ("cpu", "reference"))
+
+
+def assert_equal(got, want):
+    got, want = (x if isinstance(x, tuple) else (x,) for x in (got, want))
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+def assert_close(got, want, size, roundings, additions):
+    """Compare norms: `size` bounds each element's terms, `additions` is a sum's length."""
+    assert got.dtype == want.dtype
+    assert got.isfinite().all()
+    limit = roundings * ROUNDING[got.dtype] + additions * 2.0**-22
+    error, scale = (
+        torch.linalg.vector_norm(x.double()).item() for x in (got.double() - want.double(), size)
+    )
+    assert error <= limit * scale, f"{error / scale:.2e} of the size, above {limit:.2e}"
+
+
+def magnitudes(tensors):
+    """The absolute values of all floating-point tensors."""
+    return [
+        x.abs() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in tensors
+    ]
+
+
+def routing(draw, max_experts_of_a_group):
+    """Settings, logits and bias of a top-k selection that no last bit decides."""
+    groups, size = draw.size("groups", 1, 5), draw.size("E / groups", 1, max_experts_of_a_group)
+    kept = draw.size("topk_group", 1, groups)
+    found = {
+        "top_k": draw.size("K", 1, min(kept * size, 9)),
+        "scoring_func": draw.choice("scoring", "softmax", "sigmoid"),
+        "renormalize": draw.flag("renormalize"),
+        "num_expert_group": groups,
+        "topk_group": kept,
+        "routed_scaling_factor": draw.choice("factor", 1.0, 2.5),
+    }
+    logits = draw.shuffled(draw.size("T", 0, 12), groups * size).to(draw.dtype())
+    if found["scoring_func"] == "softmax" or not draw.flag("bias"):
+        return found, draw.view(logits), None
+    bias = draw.shuffled(1, groups * size, draw.choice("reach of the bias", 0.1, 1.0))[0]
+    clear = ranks_clearly(logits.double().sigmoid() + bias, groups, 2)
+    return found, draw.view(logits[clear], repeated=False), draw.view(bias)
+
+
+@random_calls(60)
+def test_topk(draw):
+    found, logits, bias = routing(draw, max_experts_of_a_group=12)
+    if bias is None:
+        logits = draw.sprinkled(logits, NAN, INF, -INF)
+    cpu, reference = both(FusedTopKFwdOp, **found)
+    (weights, ids), (want, want_ids) = cpu(logits, bias), reference(logits, bias)
+    assert_equal(ids, want_ids)
+    torch.testing.assert_close(weights, want, rtol=1e-5, atol=1e-9, equal_nan=True)
+
+
+def routes(draw):
+    """A layout, and routes in it."""
+    E, K, T = draw.size("E", 1, 8), draw.size("K", 1, 4), draw.size("T", 0, 12)
+    return draw.layout(), E, draw.ids(T, K, E)
+
+
+@random_calls(60)
+def test_permutes(draw):
+    layout, E, ids = routes(draw)
+    (T, K), H = ids.shape, draw.size("H", 1, 40)
+    x = draw.view(draw.normal(T, H, dtype=draw.dtype()))
+    cpu, reference = both(MoEPrePermuteFwdOp, layout, E)
+    rows, _, inverse = made = cpu(x, ids)
+    assert_equal(made, reference(x, ids))
+
+    y = torch.full(rows.shape, NAN)
+    owned = inverse[inverse >= 0].long()
+    y.view(-1, H)[owned] = draw.normal(len(owned), H)
+    y = draw.view(y.to(draw.dtype()), repeated=False)
+    weights = draw.view(draw.normal(T, K))
+    epilogue = RoutingEpilogueSpec(draw.choice("factor", 1.0, 2.5))
+    cpu, reference = both(MoEPostPermuteFwdOp, layout, epilogue, draw.choice("out", None, x.dtype))
+    want = reference(y, weights, inverse)
+    size = reference(y.abs(), weights.abs(), inverse)
+    out, buffer = draw.out(want.shape, want.dtype)
+    assert cpu(y, weights, inverse, out) is out
+    assert_close(out, want, size, roundings=1, additions=K)
+    assert_untouched_around(out, buffer)
+
+
+def expert_rows(draw, x_of, width):
+    """Rows in a layout, with NaN where no route stands: layout, E, rows, metadata, and whose."""
+    layout, E, ids = routes(draw)
+    rows, metadata, inverse = MoEPrePermuteFwdOp(layout, E, target="reference")(
+        x_of(ids.shape[0], width), ids
+    )
+    owned = torch.zeros(rows.shape[:-1], dtype=torch.bool)
+    owned.view(-1)[inverse[inverse >= 0].long()] = True
+    per_row = isinstance(layout, ContiguousLayoutSpec) and layout.metadata == "per_row"
+    if per_row and draw.flag("labels in any order"):
+        order = torch.randperm(len(metadata), generator=draw.make)
+        rows, metadata, owned = rows[order], metadata[order], owned[order]
+    rows = rows.masked_fill(~owned[..., None], NAN)
+    return layout, E, draw.view(rows, repeated=False), metadata, owned
+
+
+@random_calls(70)
+def test_grouped_gemm(draw):
+    """Small whole numbers: products and sums are exact, and so is a GEMM without activation."""
+    dtype, K, N = draw.dtype(), draw.size("K", 1, 48), draw.size("N", 1, 40)
+    activation = draw.choice("activation", None, *GATED)
+    layout, E, a, metadata, owned = expert_rows(
+        draw, lambda *shape: draw.integers(-2, 2, *shape).to(dtype), K
+    )
+    # no value beyond 32, and many beyond 7, where swigluoai clamps
+    unit = 2.0 ** -math.ceil(math.log2(K / 8))
+    wide = N if activation is None else 2 * N
+    b = draw.view((draw.integers(-2, 2, E, wide, K) * unit).to(dtype))
+    bias = draw.maybe("bias", (draw.integers(-4, 4, E, wide) * unit).to(dtype))
+    out_dtype = draw.choice("out_dtype", None, torch.float32)
+    settings = {"activation": activation, "out_dtype": out_dtype}
+    cpu, reference = both(MoEGroupedGemmFwdOp, layout, **settings)
+    want = reference(a, b, metadata, bias=bias)
+    out, buffer = draw.out(want.shape, want.dtype)
+    got = cpu(a, b, metadata, out, bias=bias)
+    assert got is out
+    if activation is None:
+        assert_equal(got[owned], want[owned])
+    else:
+        a, b, bias = magnitudes((a, b, bias))
+        size = reference(a, b, metadata, bias=bias)
+        assert_close(got[owned], want[owned], size[owned], roundings=1, additions=2)
+    assert_untouched_around(out, buffer)
+
+
+def expert_weights(draw, E, H, F, dtype, biases=True):
+    """w_gate_up, w_down, b_gate_up and b_down, for outputs of order 1."""
+    return [
+        draw.view(draw.normal(E, 2 * F, H, dtype=dtype, scale=H**-0.5)),
+        draw.view(draw.normal(E, H, F, dtype=dtype, scale=F**-0.5)),
+        *(
+            draw.maybe(name, draw.normal(E, width, dtype=dtype)) if biases else None
+            for name, width in (("b_gate_up", 2 * F), ("b_down", H))
+        ),
+    ]
+
+
+@random_calls(40)
+def test_expert_mlp(draw):
+    dtype, H, F = draw.dtype(), draw.size("H", 1, 40), draw.size("F", 1, 40)
+    layout, E, x, metadata, owned = expert_rows(
+        draw, lambda *shape: draw.normal(*shape, dtype=dtype), H
+    )
+    *weights, b_gate_up, b_down = expert_weights(draw, E, H, F, dtype)
+    cpu, reference = both(MoEExpertMLPFwdOp, layout, draw.choice("activation", *GATED))
+
+    def call(op, x, *tensors):
+        w_gate_up, w_down, b_gate_up, b_down = tensors
+        return op(x, w_gate_up, w_down, metadata, b_gate_up=b_gate_up, b_down=b_down)[owned]
+
+    tensors = x, *weights, b_gate_up, b_down
+    got, want = call(cpu, *tensors), call(reference, *tensors)
+    size = call(reference, *magnitudes(tensors))
+    assert_close(got, want, size, roundings=2, additions=H + F)
+
+
+@random_calls(50)
+def test_experts(draw):
+    E, K, T = draw.size("E", 1, 8), draw.size("K", 1, 4), draw.size("T", 0, 12)
+    # the last of these has the sizes for which a few routes take the indexed form
+    H, F = draw.choice("H, F", (1, 3), (7, 40), (40, 16), (33, 1), (128, 256))
+    dtype, ids, biases = draw.dtype(), draw.ids(T, K, E), draw.flag("biases")
+    x, route_weights = draw.view(draw.normal(T, H, dtype=dtype)), draw.view(draw.normal(T, K))
+    *weights, b_gate_up, b_down = expert_weights(draw, E, H, F, dtype, biases)
+    tensors = x, *weights, route_weights, ids, b_gate_up, b_down
+    factor, activation = draw.choice("factor", 1.0, 2.5), draw.choice("activation", *GATED)
+    cpu, reference = both(FusedMoEExpertsFwdOp, factor, activation=activation)
+    want = reference(torch.empty_like(x.contiguous()), *tensors)
+    size = reference(torch.empty_like(want), *magnitudes(tensors))
+    out, buffer = draw.out((T, H), dtype)
+    assert cpu(out, *tensors) is out
+    assert_close(out, want, size, roundings=3, additions=H + F + K)
+    assert_untouched_around(out, buffer)
+    if activation == "silu_and_mul" and not biases:
+        out, buffer = draw.out((T, H), dtype)
+        assert IndexedExpertMLPFwdOp(factor, target="cpu")(out, *tensors[:5]) is out
+        assert_close(out, want, size, roundings=3, additions=H + F + K)
+        assert_untouched_around(out, buffer)
+
+
+@random_calls(40)
+def test_layer(draw):
+    found, logits, bias = routing(draw, max_experts_of_a_group=3)
+    (T, E), dtype = logits.shape, draw.dtype()
+    H, F, K = draw.size("H", 1, 40), draw.size("F", 1, 40), found["top_k"]
+    x = draw.view(draw.normal(T, H, dtype=dtype))
+    weights = expert_weights(draw, E, H, F, dtype)
+    activation = draw.choice("activation", *GATED)
+    cpu, reference = both(FusedMoEFwdOp, **found, activation=activation)
+
+    def call(op, x, w_gate_up, w_down, b_gate_up, b_down):
+        return op(x, logits, w_gate_up, w_down, bias, b_gate_up, b_down)
+
+    want = call(reference, x, *weights)
+    size = call(reference, *magnitudes((x, *weights)))
+    got = call(cpu, x, *weights)
+    assert_close(got, want, size, roundings=3, additions=H + F + K)
+
+
+@random_calls(40)
+def test_shared_expert(draw):
+    found, logits, bias = routing(draw, max_experts_of_a_group=2)
+    (T, E), dtype = logits.shape, draw.dtype()
+    H, F, part = draw.size("H", 1, 40), draw.size("F", 1, 20), draw.size("S / tp_size", 1, 20)
+    ranks = draw.size("tp_size", 1, 3)
+    S, rank = part * ranks, draw.size("tp_rank", 0, ranks - 1)
+    x = draw.view(draw.normal(T, H, dtype=dtype))
+    w_gate_up, w_down, _, _ = expert_weights(draw, E, H, F, dtype, biases=False)
+    shape = draw.choice("shared_w_gate_up", (2 * S, H), (2, S, H))
+    up = draw.view(draw.normal(*shape, dtype=dtype, scale=H**-0.5))
+    down = draw.view(draw.normal(H, S, dtype=dtype, scale=S**-0.5))
+    cpu, reference = both(FusedMoESharedExpertFwdOp, **found, tp_size=ranks, tp_rank=rank)
+
+    def call(op, x, *weights):
+        return op(x, logits, *weights[:2], bias, *weights[2:])
+
+    tensors = x, w_gate_up, w_down, up, down
+    results = (call(cpu, *tensors), call(reference, *tensors))
+    sizes = call(reference, *magnitudes(tensors))
+    for got, want, size in zip(*results, sizes, strict=True):
+        assert_close(got, want, size, roundings=3, additions=H + max(F, S) + found["top_k"])
+    if ranks == 1:
+        assert_equal(SharedExpertMLPFwdOp(target="cpu")(x, up, down), results[0][0])
+
+
+@random_calls(40)
+def test_permute_align(draw):
+    E, K, T = draw.size("E", 1, 20), draw.size("K", 1, 5), draw.size("T", 0, 20)
+    ids = draw.ids(T, K, E)
+    cpu, reference = both(MoEPermuteAlignFwdOp, E, draw.size("block_size", 1, 20))
+    assert_equal(cpu(ids), reference(ids))
+
+
+@random_calls(50)
+def test_swiglu(draw):
+    lead = draw.choice("leading dimensions", (), (5,), (0,), (2, 3), (3, 1, 4))
+    dtype, width, fused = draw.dtype(), draw.size("n", 0, 20), draw.flag("one tensor")
+
+    def tensor(width):
+        rows = draw.sprinkled(draw.normal(math.prod(lead), width, dtype=dtype, scale=4), NAN)
+        return draw.view(rows).view(*lead, width)
+
+    gate, up = (tensor(2 * width), None) if fused else (tensor(width), tensor(width))
+    settings = {
+        "limit": draw.choice("limit", 0.0, -1.0, 0.5, 7.0, INF),
+        "activation_alpha": draw.choice("alpha", 1.0, 1.702, 0.0, -1.0),
+        "activation_beta": draw.choice("beta", 0.0, 1.0, -0.5),
+    }
+    cpu, reference = both(SwiGLUFwdOp, **settings)
+    got, want = cpu(gate, up), reference(gate, up)
+    assert got.dtype == want.dtype
+    assert torch.equal(got.isnan(), want.isnan())
+    g, u = (x.double().abs() for x in (gate.chunk(2, -1) if up is None else (gate, up)))
+    terms = g * (u + abs(settings["activation_beta"]))
+    limit = 2 * ROUNDING[dtype] * want.double().abs() + 2.0**-22 * terms
+    assert ((got.double() - want.double()).abs() <= limit)[~want.isnan()].all()
+
+
+@random_calls(60)
+def test_router(draw):
+    E, T, scoring = draw.size("E", 1, 40), draw.size("T", 0, 12), draw.choice("scoring", *SCORINGS)
+    K, start = draw.size("topk", 1, min(E, 32)), draw.size("start", 0, E - 1)
+    scores, bias, ids = draw.shuffled(T, E).to(draw.dtype()), None, None
+    if draw.flag("expert_ids"):
+        ids = draw.ids(T, K, E).to(draw.choice("ids", torch.int32, torch.int64))
+    elif draw.flag("bias"):
+        bias = draw.shuffled(1, E, 0.5)[0]
+        scores = scores[ranks_clearly(affinity(scores, scoring).double() + bias)]
+    else:
+        scores = draw.sprinkled(scores, NAN, -INF)
+    scores = draw.view(scores, repeated=bias is None)
+    dtype, scale = draw.choice("out", *LOWEST), draw.choice("route_scale", 1.0, 2.5)
+    count = draw.size("count", 1, E - start)
+    cpu, reference = both(MoERouterFwdOp, count, K, start, scoring, route_scale=scale, dtype=dtype)
+    (probs, weight), (want, want_weight) = cpu(scores, bias, ids), reference(scores, bias, ids)
+    assert probs.dtype == want.dtype
+    low = torch.tensor(LOWEST[dtype]).to(dtype)
+    assert torch.equal(probs == low, want == low)
+    torch.testing.assert_close(probs, want, rtol=2 * ROUNDING[dtype], atol=1e-5)
+    torch.testing.assert_close(weight, want_weight, rtol=1e-5, atol=1e-6)
+
+
+# activation_type, swiglu_fusion, whether there is an FC3
+FORMS = [
+    *(("relu", 0, False), ("gelu", 0, False), ("silu", 0, False), ("identity", 0, False)),
+    *(("swiglu", 1, False), ("swiglu", 2, False), ("swiglu", 0, True), ("silu", 0, True)),
+]
+
+
+@random_calls(50)
+def test_onnx_moe(draw):
+    activation, fusion, gated = draw.choice("form", *FORMS)
+    dtype, E, T = draw.dtype(), draw.size("E", 1, 8), draw.size("T", 0, 12)
+    H, F = draw.size("H", 1, 40), draw.size("I", 1, 40)
+    mixer = E > 1 and draw.flag("use_sparse_mixer")
+    k = 2 if mixer else draw.size("k", 1, E)
+    # with the mixer, neighbours about 20 count for each other and others do not
+    logits = 20 + draw.shuffled(T, E, 0.15 * (E - 1)) if mixer else draw.shuffled(T, E)
+    logits = draw.view(logits.to(dtype))
+    x = draw.view(draw.normal(T, H, dtype=dtype))
+    if T % 3 == 0 and draw.flag("rank 3"):
+        x = x.view(3, T // 3, H)
+    wide = 2 * F if fusion else F
+
+    def weight(rows, columns):
+        return draw.view(draw.normal(E, rows, columns, dtype=dtype, scale=columns**-0.5))
+
+    def bias(name, rows):
+        return draw.maybe(name, draw.normal(E, rows, dtype=dtype))
+
+    tensors = [x, weight(wide, H), bias("b1", wide), weight(H, F), bias("b2", H)]
+    tensors += [weight(F, H), bias("b3", F)] if gated else []
+    settings = {
+        "k": k,
+        "activation_type": activation,
+        "normalize_routing_weights": draw.flag("normalize"),
+        "swiglu_fusion": fusion,
+        "activation_alpha": draw.choice("alpha", 1.0, 1.702),
+        "activation_beta": draw.choice("beta", 0.0, 1.0),
+        "use_sparse_mixer": mixer,
+    }
+    cpu, reference = both(
+        MoEFwdOp, **settings, swiglu_limit=draw.choice("limit", None, 0.0, 1.0, 7.0)
+    )
+
+    def call(op, x, *rest):
+        return op(x, logits, *rest)
+
+    got, want = call(cpu, *tensors), call(reference, *tensors)
+    assert got.shape == x.shape
+    # a clamp only makes terms smaller
+    size = call(MoEFwdOp(**settings, target="reference"), *magnitudes(tensors))
+    assert_close(got, want, size, roundings=3, additions=H + F + k)
