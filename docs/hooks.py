@@ -27,8 +27,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     moe = griffe.load("tileops", search_paths=["."], resolve_aliases=True)["moe"]
     pages: dict[str, list[str]] = {}
     index = INDEX
-    for name in sorted(moe.exports, key=lambda name: (not name.endswith("Op"), name)):
-        page = name if name.endswith("Op") else moe[name].target_path.split(".")[-2]
+    for name in sorted(moe.exports, key=lambda name: (not name.endswith("FwdOp"), name)):
+        page = name if name.endswith("FwdOp") else moe[name].target_path.split(".")[-2]
         pages.setdefault(page, []).append(name)
         summary = moe[name].docstring.value.splitlines()[0]
         index += f"| [`{name}`][tileops.moe.{name}] | {summary} |\n"

@@ -1,0 +1,59 @@
+"""The table of kernels/README.md says what kernels are called with: third parties rely on it."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tileops import targets
+from tileops.moe import (
+    FusedMoEFwdOp,
+    IndexedExpertMLPFwdOp,
+    MoEFwdOp,
+    MoEPermuteAlignFwdOp,
+    MoERouterFwdOp,
+    SharedExpertMLPFwdOp,
+    SwiGLUFwdOp,
+)
+from tileops.workloads import TARGET as REFERENCE
+
+README = Path(__file__).parents[1] / "kernels" / "README.md"
+ROW = re.compile(r"^\| `(\w+_fwd)` \| (.*) \| (.*) \|$", re.MULTILINE)
+TABLE = {
+    name: (re.findall(r"`(\w+)`", arguments), result == "`out=`")
+    for name, arguments, result in ROW.findall(README.read_text())
+}
+
+
+def test_every_operator_has_a_row():
+    assert set(TABLE) == {*REFERENCE.kernels, *targets._staged}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How each operator is launched, from here on: number of arguments, names of others."""
+    found, find = {}, targets.find_kernel
+
+    def record(op, target, *args, **named):
+        found[op] = len(args), sorted(named)
+        return find(op, target, *args, **named)
+
+    monkeypatch.setattr(targets, "find_kernel", record)
+    return found
+
+
+def test_rows_match_the_launches(calls):
+    x, logits, ids = torch.ones(3, 4), torch.randn(3, 2), torch.zeros(3, 1, dtype=torch.int32)
+    up, down, on = torch.ones(2, 12, 4), torch.ones(2, 4, 6), {"target": "reference"}
+    FusedMoEFwdOp(1, **on)(x, logits, up, down)
+    IndexedExpertMLPFwdOp(**on)(torch.empty(3, 4), x, up, down, torch.ones(3, 1), ids)
+    SharedExpertMLPFwdOp(**on)(x, up[0], down[0])
+    MoEFwdOp(2, use_sparse_mixer=True, **on)(x, logits, up[:, :6], None, down)
+    MoEPermuteAlignFwdOp(2, **on)(ids)
+    MoERouterFwdOp(2, **on)(logits)
+    SwiGLUFwdOp(**on)(x)
+    assert calls == {
+        name: (len(arguments), ["out"] if writes else [])
+        for name, (arguments, writes) in TABLE.items()
+    }
