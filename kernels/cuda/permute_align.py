@@ -1,13 +1,13 @@
 """Permute-align: the routes sorted by expert in padded blocks, for GEMMs that gather their rows.
 
-The kernels are those that place routes in `permute`, in the form that writes the route of each row:
+The kernels are those of `place_routes`, in the form that writes the route of each row:
 one launch, or two when the routes are more than one block takes.
 """
 
 import torch
 
 from tileops.kernels.cuda.device import wrong_device
-from tileops.kernels.cuda.permute import build_place, count_chunks
+from tileops.kernels.cuda.place_routes import build_place, count_chunks
 from tileops.moe.permute_align import align_shapes
 
 

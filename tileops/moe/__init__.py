@@ -6,7 +6,8 @@ from tileops.layouts import (
     MGroupedLayoutSpec,
     RoutingEpilogueSpec,
 )
-from tileops.moe.experts import FusedMoEExpertsFwdOp, MoEExpertMLPFwdOp
+from tileops.moe.expert_mlp import MoEExpertMLPFwdOp
+from tileops.moe.experts import FusedMoEExpertsFwdOp
 from tileops.moe.fused_moe import FusedMoEFwdOp
 from tileops.moe.grouped_gemm import MoEGroupedGemmFwdOp
 from tileops.moe.indexed_experts import IndexedExpertMLPFwdOp

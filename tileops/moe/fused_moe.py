@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from tileops import check, targets
-from tileops.moe.experts import FusedMoEExpertsFwdOp, check_expert_weights
+from tileops.moe.expert_mlp import check_expert_weights
+from tileops.moe.experts import FusedMoEExpertsFwdOp
 from tileops.moe.grouped_gemm import ACTIVATIONS
 from tileops.moe.modular import (
     FusedMoEExpertsModular,

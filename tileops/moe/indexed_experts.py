@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from tileops import check, targets
-from tileops.moe.experts import check_expert_weights, run_staged
+from tileops.moe.expert_mlp import check_expert_weights
+from tileops.moe.experts import run_staged
 from tileops.moe.op import Op
 from tileops.overlap import refuse_overlap
 

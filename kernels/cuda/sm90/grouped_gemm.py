@@ -11,7 +11,7 @@ import tilelang
 import tilelang.language as T
 import torch
 
-from tileops.kernels.cuda.activations import sigmoid, swiglu
+from tileops.kernels.cuda.activations import GATED, activated, gated
 from tileops.kernels.cuda.device import (
     COMPILE_TARGET,
     UNCHECKED,
@@ -36,28 +36,6 @@ SWEEP = 16
 VECTOR_BYTES = 16
 CHUNK_BYTES = 128
 """How much of a row the epilogue stages at a time, so that whole cache lines are stored."""
-
-GATED = ("silu_and_mul", "gelu_and_mul", "swiglu")
-"""The activations that gate one product with another."""
-
-
-def _gated(gate, up, activation: str, alpha, beta, limit):
-    """Return the activation of two products."""
-    if activation == "silu_and_mul":
-        return gate * sigmoid(gate) * up
-    if activation == "gelu_and_mul":
-        return 0.5 * gate * (1 + T.erf(gate * 0.5**0.5)) * up
-    return swiglu(gate, up, alpha, beta, limit)
-
-
-def _activated(x, activation: str):
-    """Return the activation of one product."""
-    if activation == "relu":
-        return T.Select(x < 0, T.float32(0), x)
-    if activation == "silu":
-        return x * sigmoid(x)
-    # (1 + tanh(z)) / 2 is the sigmoid of 2 z, which keeps the tail of negative x
-    return x * sigmoid(2 * 0.7978845608 * (x + 0.044715 * x * x * x))
 
 
 def _locate(job, count, column_blocks):
@@ -202,12 +180,12 @@ def build(
                             for i, j in T.Parallel(ROWS, chunk):
                                 up[i, j] += bias_tile[group, columns + c * chunk + j]
                         for i, j in T.Parallel(ROWS, chunk):
-                            value[i, j] = _gated(
+                            value[i, j] = gated(
                                 value[i, j], up[i, j], activation, alpha, beta, limit
                             )
                     elif activation != "none":
                         for i, j in T.Parallel(ROWS, chunk):
-                            value[i, j] = _activated(value[i, j], activation)
+                            value[i, j] = activated(value[i, j], activation)
                     for i, j in T.Parallel(ROWS, chunk):
                         staged[group, i, j] = value[i, j]
                     for i, j in T.Parallel(ROWS, vectors):
