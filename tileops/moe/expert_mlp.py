@@ -1,4 +1,4 @@
-"""The expert MLP on rows grouped by expert: gate/up GEMM with its activation, then the down GEMM."""
+"""The expert MLP on grouped rows: gate/up GEMM with its activation, then the down GEMM."""
 
 from __future__ import annotations
 
