@@ -236,7 +236,7 @@ def test_output_must_not_overlap(target, device):
     assert torch.equal(x, before)
     mlp = MoEExpertMLPFwdOp(TIGHT, target=target)
     ends = torch.full((6,), 23, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="out must not overlap b"):
+    with pytest.raises(ValueError, match="MoEExpertMLPFwdOp: out must not overlap w_down"):
         mlp(x, wg, wd, ends, wd.view(-1)[: x.numel()].view(x.shape))
     # the input is spent when the down GEMM writes, so its memory may be used again
     want = mlp(x, wg, wd, ends)

@@ -1,7 +1,13 @@
 import pytest
+import torch
 
 from tileops.layouts import parse_layout
-from tileops.moe import ContiguousLayoutSpec, MaskedLayoutSpec, RoutingEpilogueSpec
+from tileops.moe import (
+    ContiguousLayoutSpec,
+    MaskedLayoutSpec,
+    MoEPrePermuteFwdOp,
+    RoutingEpilogueSpec,
+)
 
 SPECS = {
     "ContiguousLayoutSpec.tight_physical_psum()": ContiguousLayoutSpec.tight_physical_psum,
@@ -62,11 +68,15 @@ def test_capacity_is_rounded_up_to_the_alignment():
             ValueError,
             "ContiguousLayoutSpec: alignment must be at least 1, got 0",
         ),
-        (lambda: RoutingEpilogueSpec(0.0), ValueError, "must be finite and positive, got 0.0"),
+        (
+            lambda: RoutingEpilogueSpec(0.0),
+            ValueError,
+            "must be finite and positive in float32, got 0.0",
+        ),
         (
             lambda: RoutingEpilogueSpec(float("inf")),
             ValueError,
-            "must be finite and positive, got inf",
+            "must be finite and positive in float32, got inf",
         ),
         (lambda: RoutingEpilogueSpec("2"), TypeError, "must be a number, got '2'"),
     ],
@@ -74,3 +84,17 @@ def test_capacity_is_rounded_up_to_the_alignment():
 def test_wrong_specs(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize("value", [1e39, 1e-50, 10**400, float("nan")])
+def test_a_factor_must_be_one_in_float32(value):
+    with pytest.raises(ValueError, match="must be finite and positive in float32"):
+        RoutingEpilogueSpec(value)
+
+
+def test_rows_are_numbered_in_int32():
+    assert MaskedLayoutSpec(2**23).too_large(8, 255) is None
+    assert "fewer than 2**31 rows" in (MaskedLayoutSpec(2**23).too_large(8, 256) or "")
+    aligned = ContiguousLayoutSpec.aligned_per_row(2**31)
+    with pytest.raises(ValueError, match=r"takes fewer than 2\*\*31 rows, got .*aligned_per_row"):
+        MoEPrePermuteFwdOp(aligned, 3, target="cpu")(torch.ones(2, 8), torch.zeros(2, 1).int())

@@ -188,3 +188,31 @@ def test_wrong_parts(name):
 def test_the_interfaces_are_abstract(kind):
     with pytest.raises(TypeError, match="abstract"):
         kind()
+
+
+def test_prepare_must_return_a_result(layer):
+    class Tuple(PrepareAndFinalizeNoOp):
+        def prepare(self, *args):
+            return args[:3]
+
+    op = FusedMoEFwdOp(**SETTINGS, prepare_finalize=Tuple(), target="reference")
+    with pytest.raises(TypeError, match="prepare must return a PrepareResult, got tuple"):
+        op(*layer)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"prepare_finalize": Shard(0)},
+        {"experts": RouteRows()},
+        {"prepare_finalize": Shard(0), "experts": RouteRows()},
+    ],
+    ids=lambda parts: "+".join(parts),
+)
+def test_traceable_parts_make_a_traceable_layer(layer, parts):
+    torch._dynamo.reset()
+    op = FusedMoEFwdOp(**SETTINGS, **parts, target="cpu")
+    compiled = torch.compile(op, fullgraph=True, dynamic=True, backend="aot_eager")
+    close(compiled(*layer), op(*layer))
+    x, logits, *weights = layer
+    close(compiled(x[:7], logits[:7], *weights), op(x[:7], logits[:7], *weights))

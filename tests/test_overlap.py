@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tileops.overlap import shares_memory
+from tileops.overlap import overlaps_itself, refuse_overlap, shares_memory
 
 DTYPES = st.sampled_from([torch.int8, torch.int16, torch.float32])
 
@@ -51,3 +51,26 @@ def test_unlike_strides(width):
     a = storage.as_strided((90, width), (100, 1), 0)
     b = storage.as_strided((60, 8), (150, 1), 17)
     assert shares_memory(a, b) == bool(touched(a) & touched(b))
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_a_view_that_overlaps_itself_is_found(data):
+    x = data.draw(views(torch.zeros(512, dtype=torch.int8)))
+    places = [0]
+    for length, stride in zip(x.shape, x.stride(), strict=True):
+        places = [p + i * stride for p in places for i in range(length)]
+    assert overlaps_itself(x) == (len(set(places)) < len(places))
+
+
+def test_an_output_that_overlaps_itself_is_refused():
+    out = torch.empty(100).as_strided((5, 16), (3, 1))
+    with pytest.raises(ValueError, match="SomeOp: out must not overlap itself, got shape"):
+        refuse_overlap("SomeOp", "out", out)
+
+
+def test_a_hard_case_ends():
+    storage = torch.empty(2_000_000)
+    a = storage.as_strided((64,) * 4, (60, 64, 68, 76))
+    b = storage.as_strided((64,) * 4, (52, 56, 44, 48), 2)
+    assert shares_memory(a, b) in (True, False)

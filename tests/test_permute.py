@@ -265,3 +265,13 @@ def test_errors(target, device):
         MoEPrePermuteFwdOp(LAYOUTS[0], 0)
     with pytest.raises(ValueError, match="out_dtype must be one of"):
         MoEPostPermuteFwdOp(LAYOUTS[0], out_dtype=torch.int32)
+
+
+@every_layout
+def test_rows_without_columns(target, device, layout):
+    ids = torch.zeros(3, 2, dtype=torch.int32, device=device)
+    rows, _, inverse = MoEPrePermuteFwdOp(layout, 2, target=target)(
+        torch.ones(3, 0, device=device), ids
+    )
+    out = MoEPostPermuteFwdOp(layout, target=target)(rows, torch.ones(3, 2, device=device), inverse)
+    assert out.shape == (3, 0)

@@ -112,6 +112,12 @@ def test_tails_keep_their_weight(target, device, scoring, out):
         check(op, scores, mass, rtol=2e-5)
 
 
+def test_the_root_of_softplus_does_not_underflow(target, device):
+    scores = torch.tensor([[-110.0, -110.0, -120.0, -150.0], [-19.0, -21.0, -20.0, -40.0]])
+    op = MoERouterFwdOp(4, 3, selection="topk", target=target)
+    check(op, scores.to(device), formula(scores, 3, "sqrt_softplus"), rtol=2e-5)
+
+
 def test_nothing_to_select_leaves_slots_empty(target, device):
     scores = torch.tensor([[1.0, NAN, 2.0, 0.0], [NAN] * 4, [1.0, 2.0, 3.0, 4.0]], device=device)
     bias = torch.tensor([0.0, 0.0, -INF, 0.0], device=device)

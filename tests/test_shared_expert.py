@@ -102,6 +102,16 @@ def test_a_rank_takes_its_rows_of_both_halves(target, device):
     assert answered == list(range(24, 32))
 
 
+def test_messages_name_the_op_that_was_called():
+    args, shared = routed_case("cpu")
+    with pytest.raises(ValueError, match="^FusedMoESharedExpertFwdOp: top_k must be at least 1"):
+        FusedMoESharedExpertFwdOp(0)
+    with pytest.raises(ValueError, match="^FusedMoESharedExpertFwdOp: w_down must be"):
+        FusedMoESharedExpertFwdOp(2)(*args[:3], args[3][:, :-1], **shared)
+    with pytest.raises(TypeError, match="^SharedExpertMLPFwdOp: w_gate_up must be a torch.Tensor"):
+        SharedExpertMLPFwdOp()(args[0], None, shared["shared_w_down"])
+
+
 def test_errors():
     args, shared = routed_case("cpu")
     with pytest.raises(ValueError, match=r"tp_rank must be in \[0, 1\], got 2"):

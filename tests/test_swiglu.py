@@ -95,9 +95,9 @@ def test_errors(target, device):
         op(x[:, :5])
     with pytest.raises(ValueError, match="up must be torch.float32, got torch.float16"):
         op(x, x.half())
-    with pytest.raises(ValueError, match="rows must have one spacing"):
+    with pytest.raises(ValueError, match="gate must have rows of one spacing"):
         op(torch.randn(4, 5, 6, device=device)[:, :3], torch.randn(4, 3, 6, device=device))
     with pytest.raises(ValueError, match="limit must be a number, got nan"):
         SwiGLUFwdOp(NAN)
-    with pytest.raises(ValueError, match="activation_alpha must be finite, got inf"):
+    with pytest.raises(ValueError, match="activation_alpha must be finite in float32, got inf"):
         SwiGLUFwdOp(activation_alpha=INF)

@@ -62,7 +62,8 @@ def test_in_tree_targets():
     assert targets.registered_targets() == ["cuda", "cpu", "reference"]
     for op in ("fused_topk_fwd", "moe_grouped_gemm_fwd", "fused_moe_experts_fwd", "fused_moe_fwd"):
         assert targets.registered_targets(op) == ["cuda", "cpu", "reference"]
-    assert targets.registered_targets("no_such_op") == []
+    with pytest.raises(ValueError, match="op must be one of .*'fused_topk_fwd'.* got 'no_such_op'"):
+        targets.registered_targets("no_such_op")
     assert targets.load_failures() == {}
 
 

@@ -238,7 +238,13 @@ def test_wrong_settings(settings, message):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"top_k": 2.0}, {"top_k": True}, {"top_k": 2, "renormalize": 1}]
+    "settings",
+    [
+        {"top_k": 2.0},
+        {"top_k": True},
+        {"top_k": 2, "renormalize": 1},
+        {"top_k": 2, "scoring_func": 3},
+    ],
 )
 def test_wrong_kinds_of_settings(settings):
     with pytest.raises(TypeError, match="FusedTopKFwdOp: "):

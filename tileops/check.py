@@ -11,6 +11,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INT32 = (torch.int32,)
 FLOAT32 = (torch.float32,)
 
+SMALLEST, LARGEST = 2.0**-149, torch.finfo(torch.float32).max
+"""Of the positive float32 numbers."""
+
 
 def integer(op: str, name: str, value: object, *, low: int, high: int | None = None) -> None:
     """Check that a setting is an int (no bool) in ``[low, high]``."""
@@ -29,26 +32,30 @@ def flag(op: str, name: str, value: object) -> None:
 
 def choice(op: str, name: str, value: object, options: Iterable[object]) -> None:
     """Check that a setting is one of ``options``."""
-    if value not in (options := list(options)):
+    options = list(options)
+    if value is not None and not isinstance(value, tuple(type(o) for o in options)):
+        kinds = " or ".join(sorted({type(o).__name__ for o in options if o is not None}))
+        raise TypeError(f"{op}: {name} must be a {kinds}, one of {options}, got {value!r}")
+    if value not in options:
         raise ValueError(f"{op}: {name} must be one of {options}, got {value!r}")
 
 
 def number(op: str, name: str, value: object, *, infinite: bool = False) -> float:
-    """Check that a setting is a number, not NaN, and finite unless ``infinite``; return it."""
+    """Check that a setting is a number and, unless ``infinite``, finite in float32; return it."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{op}: {name} must be a number, got {value!r}")
-    if math.isnan(value) or (math.isinf(value) and not infinite):
-        kind = "a number" if infinite else "finite"
+    if value != value or (abs(value) > LARGEST and not infinite):
+        kind = "a number" if infinite else "finite in float32"
         raise ValueError(f"{op}: {name} must be {kind}, got {value}")
-    return float(value)
+    return float(value) if abs(value) <= LARGEST else math.copysign(math.inf, value)
 
 
 def factor(op: str, name: str, value: object) -> None:
-    """Check that a setting is a finite, positive number."""
+    """Check that a setting is finite and positive, in float32 too: kernels compute in it."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{op}: {name} must be a number, got {value!r}")
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{op}: {name} must be finite and positive, got {value}")
+    if not SMALLEST <= value <= LARGEST:
+        raise ValueError(f"{op}: {name} must be finite and positive in float32, got {value}")
 
 
 class Checker:
@@ -98,7 +105,7 @@ class Checker:
     def output(
         self, name: str, x: object, shape: tuple[str, ...], dtypes: tuple[torch.dtype, ...]
     ) -> None:
-        """Check a buffer to write into: as ``tensor``, and no two elements may share memory."""
+        """Check a buffer to write into: as ``tensor``, and no dimension may be expanded."""
         self.tensor(name, x, shape, dtypes)
         assert isinstance(x, torch.Tensor)
         if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):

@@ -17,6 +17,7 @@ segment, routes keep token order.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,8 +26,21 @@ from typing import Literal
 from tileops import check
 
 
+class _Layout:
+    """What both kinds of layout share."""
+
+    def expert_shape(self, num_routes: int, num_experts: int) -> tuple[int, ...]:
+        """Return the leading shape of ``expert_input``."""
+        raise NotImplementedError
+
+    def too_large(self, num_routes: int, num_experts: int) -> str | None:
+        """Say why the rows cannot be numbered in int32, or return None."""
+        rows = math.prod(self.expert_shape(num_routes, num_experts))
+        return f"takes fewer than 2**31 rows, got {rows} of {self!r}" if rows >= 2**31 else None
+
+
 @dataclass(frozen=True, repr=False)
-class ContiguousLayoutSpec:
+class ContiguousLayoutSpec(_Layout):
     """Rows of all experts in one matrix, a segment an expert. Build it with one of the presets.
 
     Attributes:
@@ -84,7 +98,7 @@ class ContiguousLayoutSpec:
 
 
 @dataclass(frozen=True)
-class MaskedLayoutSpec:
+class MaskedLayoutSpec(_Layout):
     """A slab of ``max_m`` rows an expert; the metadata counts the valid rows of each.
 
     Attributes:

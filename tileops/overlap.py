@@ -8,7 +8,9 @@ import torch
 
 
 def refuse_overlap(op: str, name: str, out: torch.Tensor, **inputs: torch.Tensor | None) -> None:
-    """Raise a ValueError if ``out`` shares memory with one of the named inputs.
+    """Raise a ValueError if ``out`` shares memory with itself or with one of the named inputs.
+
+    Traced and fake tensors have no memory: they pass.
 
     Args:
         op: Name of the op, for the message.
@@ -16,12 +18,35 @@ def refuse_overlap(op: str, name: str, out: torch.Tensor, **inputs: torch.Tensor
         out: The tensor about to be written.
         **inputs: Tensors that are read while ``out`` is written; None is skipped.
     """
+    if torch.compiler.is_compiling() or type(out) not in (torch.Tensor, torch.nn.Parameter):
+        return
+    if overlaps_itself(out):
+        raise ValueError(
+            f"{op}: {name} must not overlap itself, got shape {tuple(out.shape)} with strides "
+            f"{out.stride()}; pass a buffer whose elements have places of their own"
+        )
     for other, x in inputs.items():
         if x is not None and shares_memory(out, x):
             raise ValueError(
                 f"{op}: {name} must not overlap {other}, got two tensors that share memory; "
                 f"pass a buffer of its own"
             )
+
+
+def overlaps_itself(x: torch.Tensor) -> bool:
+    """Return whether two elements of ``x`` have the same place."""
+    dims = [(stride, n - 1) for n, stride in zip(x.shape, x.stride(), strict=True) if n > 1]
+    if x.numel() == 0 or not dims:
+        return False
+    dims.sort(reverse=True)
+    for i, (step, last) in enumerate(dims):
+        rest = dims[i + 1 :]
+        reach = sum(s * n for s, n in rest)
+        # count steps of this dimension, made good by differences of the smaller ones
+        for count in range(1, min(last, reach // step if step else last) + 1):
+            if step == 0 or _reachable(count * step + reach, [(s, 2 * n) for s, n in rest]):
+                return True
+    return False
 
 
 def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -55,18 +80,30 @@ def _reach(x: torch.Tensor) -> int:
     return (last + 1) * x.element_size()
 
 
+_MOST_STEPS = 100_000
+"""Of one search. Only views that overlap themselves many times over need more."""
+
+
 def _reachable(target: int, terms: list[tuple[int, int]]) -> bool:
-    """Return whether ``target`` is a sum of ``count * step`` with each count in ``[0, limit]``."""
-    if target == 0:
-        return True
-    if target < 0 or not terms:
-        return False
-    if target % gcd(*(step for step, _ in terms)):
-        return False
-    (step, limit), rest = terms[0], terms[1:]
-    most = sum(s * n for s, n in rest)
-    low = max(0, -((most - target) // step))
-    return any(
-        _reachable(target - count * step, rest)
-        for count in range(min(limit, target // step), low - 1, -1)
-    )
+    """Return whether ``target`` is a sum of ``count * step`` with each count in ``[0, limit]``.
+
+    A search that does not end in time answers yes, the safe side.
+    """
+    seen: set[tuple[int, int]] = set()
+    stack = [(target, 0)]
+    while stack:
+        left, i = stack.pop()
+        if left == 0 or len(seen) > _MOST_STEPS:
+            return True
+        rest = terms[i:]
+        if left < 0 or not rest or left % gcd(*(step for step, _ in rest)):
+            continue
+        step, limit = rest[0]
+        most = sum(s * n for s, n in rest[1:])
+        low = max(0, -((most - left) // step))
+        for count in range(low, min(limit, left // step) + 1):
+            state = (left - count * step, i + 1)
+            if state not in seen:
+                seen.add(state)
+                stack.append(state)
+    return False

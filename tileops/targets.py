@@ -138,9 +138,18 @@ def registered_targets(op: str | None = None) -> list[str]:
     Args:
         op: Only those that have this operator, such as ``"moe_grouped_gemm_fwd"``, whole or through
             its stages.
+
+    Raises:
+        ValueError: If no target has an operator of that name.
     """
-    loaded = [name for name in (*_IN_TREE, *_entry_points()) if _load(name) is not None]
-    return [name for name in loaded if op is None or _has(name, op)]
+    loaded = {name: _load(name) for name in (*_IN_TREE, *_entry_points())}
+    names = [name for name, target in loaded.items() if target is not None]
+    if op is None:
+        return names
+    known = {*_staged, *(o for target in loaded.values() if target for o in target.kernels)}
+    if op not in known:
+        raise ValueError(f"registered_targets: op must be one of {sorted(known)}, got {op!r}")
+    return [name for name in names if _has(name, op)]
 
 
 def _has(name: str, op: str) -> bool:

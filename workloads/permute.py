@@ -53,7 +53,6 @@ def moe_post_permute_fwd(
 ):
     """Add up each token's rows in the order of k; a dropped route adds a zero, not a row."""
     compute = wide(expert_output.dtype)
-    width = expert_output.shape[-1]
     inverse = inverse_indices.view(topk_weights.shape).long()
     total = torch.zeros(out.shape, dtype=compute, device=out.device)
     for k in range(topk_weights.shape[1]):
@@ -66,5 +65,5 @@ def moe_post_permute_fwd(
         else:
             rows = expert_output[row]
         weight = (topk_weights[tokens, k] * routed_scaling_factor).to(compute)
-        total[tokens] += weight[:, None] * rows.view(-1, width).to(compute)
+        total[tokens] += weight[:, None] * rows.to(compute)
     out.copy_(total)

@@ -17,7 +17,9 @@ def affinity(scores: torch.Tensor, scoring: str) -> torch.Tensor:
         return torch.softmax(scores, -1)
     if scoring == "sigmoid":
         return torch.sigmoid(scores)
-    return (scores.clamp(min=0) + torch.log1p(torch.exp(-scores.abs()))).sqrt()
+    softplus = scores.clamp(min=0) + torch.log1p(torch.exp(-scores.abs()))
+    # far below zero softplus is the exponential, whose root does not underflow as it would
+    return torch.where(scores < -20, torch.exp(scores / 2), softplus.sqrt())
 
 
 def moe_router_fwd(

@@ -17,7 +17,7 @@ TARGET = Target(
         "fused_topk_fwd": [Kernel(topk.fused_topk_fwd, topk.refuse)],
         "sparse_mixer_fwd": [Kernel(sparse_mixer.sparse_mixer_fwd, sparse_mixer.refuse)],
         "moe_router_fwd": [Kernel(router.moe_router_fwd, router.refuse)],
-        "moe_pre_permute_fwd": [Kernel(permute.moe_pre_permute_fwd, permute.refuse)],
+        "moe_pre_permute_fwd": [Kernel(permute.moe_pre_permute_fwd, permute.refuse_pre)],
         "moe_post_permute_fwd": [Kernel(permute.moe_post_permute_fwd, permute.refuse)],
         "moe_permute_align_fwd": [
             Kernel(permute_align.moe_permute_align_fwd, permute_align.refuse)

@@ -198,6 +198,11 @@ def refuse(*args, **named) -> str | None:
     return compiler.refusal()
 
 
+def refuse_pre(hidden_states, local_expert_ids, layout, num_local_experts, target) -> str | None:
+    """Say why this kernel cannot serve a call, or return None."""
+    return layout.too_large(local_expert_ids.numel(), num_local_experts) or compiler.refusal()
+
+
 def moe_pre_permute_fwd(hidden_states, local_expert_ids, layout, num_local_experts, target):
     """Return the tokens' rows in expert order, the layout's metadata, and where each route went."""
     tokens, K = local_expert_ids.shape
@@ -222,7 +227,7 @@ def moe_pre_permute_fwd(hidden_states, local_expert_ids, layout, num_local_exper
         *(tokens, K, E, R, H * size, hidden_states.stride(0) * size, local_expert_ids.stride(0)),
         *(kind, align, slab),
     )
-    grain = -(-_THREAD_BYTES // (H * size))
+    grain = -(-_THREAD_BYTES // max(H * size, 1))
     if 2 * grain > R:
         kernel(*arguments, 1, 0, R)
     else:
@@ -248,4 +253,6 @@ def moe_post_permute_fwd(
         *(FORMATS[expert_output.dtype], FORMATS[out.dtype], float(routed_scaling_factor)),
     )
     traffic = H * (K * expert_output.element_size() + out.element_size())
-    parallel(tokens, -(-_THREAD_BYTES // traffic), lambda lo, hi: kernel(*arguments, lo, hi))
+    parallel(
+        tokens, -(-_THREAD_BYTES // max(traffic, 1)), lambda lo, hi: kernel(*arguments, lo, hi)
+    )

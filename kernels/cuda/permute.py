@@ -126,7 +126,9 @@ def build_copy():
 
 def refuse(hidden_states, local_expert_ids, layout, num_local_experts, target) -> str | None:
     """Say why a call cannot be served: another GPU, or rows that are not runs of 16-byte words."""
-    if (reason := wrong_device(hidden_states)) is not None:
+    reason = wrong_device(hidden_states)
+    reason = reason or layout.too_large(local_expert_ids.numel(), num_local_experts)
+    if reason is not None:
         return reason
     if hidden_states.shape[1] * hidden_states.element_size() % 16:
         return (

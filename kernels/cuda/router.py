@@ -33,7 +33,11 @@ NO_WEIGHT = {"float32": -1e30, "bfloat16": -1e30, "float16": -1e4}
 def score_affinity(score: T.Ref, highest, normalizer, scoring: str):
     """Turn a score into its affinity; ``highest`` and ``normalizer`` are of the softmax."""
     if scoring == "sqrt_softplus":
-        score = T.sqrt(T.max(score, T.float32(0)) + T.log1p(T.exp(-T.abs(score))))
+        # far below zero softplus is the exponential, whose root does not underflow as it would
+        if score < -20:
+            score = T.exp(0.5 * score)
+        else:
+            score = T.sqrt(T.max(score, T.float32(0)) + T.log1p(T.exp(-T.abs(score))))
     else:
         weigh(score, highest, normalizer, scoring)
 

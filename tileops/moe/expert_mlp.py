@@ -8,6 +8,7 @@ from tileops import check, targets
 from tileops.layouts import MGroupedLayoutSpec, layout_argument
 from tileops.moe.grouped_gemm import ACTIVATIONS, check_metadata, check_rows
 from tileops.moe.op import Op
+from tileops.overlap import refuse_overlap
 
 
 def check_expert_weights(
@@ -104,6 +105,9 @@ class MoEExpertMLPFwdOp(Op):
         layout, gemm = self._layout, torch.ops.tileops.moe_grouped_gemm_fwd
         if out is not None:
             checker.output("out", out, (*lead, "H"), (dtype,))
+            # before the first GEMM, and in this op's names
+            read = {"w_down": w_down, "layout_metadata": layout_metadata, "b_down": b_down}
+            refuse_overlap("MoEExpertMLPFwdOp", "out", out, **read)
         act = gemm.default(
             expert_input,
             w_gate_up,

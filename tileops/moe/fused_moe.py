@@ -12,6 +12,7 @@ from tileops.moe.modular import (
     FusedMoEExpertsModular,
     FusedMoEPrepareAndFinalize,
     PrepareAndFinalizeNoOp,
+    PrepareResult,
 )
 from tileops.moe.op import Op
 from tileops.moe.topk import check_experts, check_routing
@@ -121,6 +122,8 @@ class FusedMoEFwdOp(Op):
         torch.Size([5, 16])
     """
 
+    _name = "FusedMoEFwdOp"  # the op that messages speak of
+
     def __init__(
         self,
         top_k: int,
@@ -136,7 +139,7 @@ class FusedMoEFwdOp(Op):
         experts: FusedMoEExpertsModular | None = None,
     ) -> None:
         check_routing(
-            "FusedMoEFwdOp",
+            self._name,
             top_k,
             scoring_func,
             renormalize,
@@ -144,7 +147,7 @@ class FusedMoEFwdOp(Op):
             topk_group,
             routed_scaling_factor,
         )
-        check.choice("FusedMoEFwdOp", "activation", activation, ACTIVATIONS)
+        check.choice(self._name, "activation", activation, ACTIVATIONS)
         self.top_k = top_k
         self.scoring_func = scoring_func
         self.renormalize = renormalize
@@ -152,13 +155,13 @@ class FusedMoEFwdOp(Op):
         self.num_expert_group = num_expert_group
         self.topk_group = topk_group
         self.activation = activation
-        self.target = targets.target_argument("FusedMoEFwdOp", target)
+        self.target = targets.target_argument(self._name, target)
         for name, part, kind in (
             ("prepare_finalize", prepare_finalize, FusedMoEPrepareAndFinalize),
             ("experts", experts, FusedMoEExpertsModular),
         ):
             if part is not None and not isinstance(part, kind):
-                raise TypeError(f"FusedMoEFwdOp: {name} must be a {kind.__name__}, got {part!r}")
+                raise TypeError(f"{self._name}: {name} must be a {kind.__name__}, got {part!r}")
         self.prepare_finalize = prepare_finalize
         self.experts = experts
 
@@ -191,7 +194,7 @@ class FusedMoEFwdOp(Op):
                 if the target cannot serve the call.
             RuntimeError: If a tensor requires grad under grad mode.
         """
-        checker = check.Checker("FusedMoEFwdOp")
+        checker = check.Checker(self._name)
         checker.tensor("hidden_states", hidden_states, ("T", "H"), check.FLOATS)
         checker.tensor("gating_output", gating_output, ("T", "E"), check.FLOATS)
         num_experts = checker.dims["E"]
@@ -199,7 +202,7 @@ class FusedMoEFwdOp(Op):
             del checker.dims["E"]  # the weights may be those of this rank's experts only
         check_expert_weights(checker, hidden_states.dtype, w_gate_up, w_down, b_gate_up, b_down)
         check_experts(
-            "FusedMoEFwdOp",
+            self._name,
             num_experts,
             self.top_k,
             self.scoring_func,
@@ -255,9 +258,14 @@ class FusedMoEFwdOp(Op):
             activation=self.activation, target=self.target
         )
         prepared = movement.prepare(hidden_states, weights, ids, num_experts)
+        if not isinstance(prepared, PrepareResult):
+            raise TypeError(
+                f"{self._name}: prepare_finalize.prepare must return a PrepareResult, got "
+                f"{type(prepared).__name__}"
+            )
         if prepared.scale is not None and self.experts is None:
             raise ValueError(
-                "FusedMoEFwdOp: prepare_finalize must return tokens without a scale, since "
+                f"{self._name}: prepare_finalize must return tokens without a scale, since "
                 "FusedMoEExpertsFwdOp takes none that are quantised; pass experts= that do"
             )
         rows, hidden = prepared.hidden_states.shape

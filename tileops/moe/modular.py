@@ -59,9 +59,8 @@ class WeightedReduceNoOp(WeightedReduce):
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
     ) -> torch.Tensor:
-        """Copy `expert_output` to `output`, unless they are one buffer."""
-        same = output.data_ptr() == expert_output.data_ptr()
-        if not (same and output.stride() == expert_output.stride()):
+        """Copy `expert_output` to `output`, unless they are one tensor."""
+        if output is not expert_output:
             output.copy_(expert_output)
         return output
 

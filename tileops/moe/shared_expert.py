@@ -53,7 +53,7 @@ def _check_weights(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Check a shared expert's weights; return its gate rows and its up rows, two views."""
     dtype = (hidden_states.dtype,)
-    if w_gate_up.ndim == 3:
+    if getattr(w_gate_up, "ndim", 2) == 3:
         checker.dims["G"] = 2
         checker.tensor(f"{prefix}w_gate_up", w_gate_up, ("G", "S", "H"), dtype)
         gate, up = w_gate_up.unbind(0)
@@ -111,6 +111,10 @@ class SharedExpertMLPFwdOp(Op):
         return torch.ops.tileops.shared_expert_mlp_fwd.default(
             hidden_states, gate, up, w_down, self.target
         )
+
+
+class _Routed(FusedMoEFwdOp):
+    _name = "FusedMoESharedExpertFwdOp"
 
 
 class FusedMoESharedExpertFwdOp(Op):
@@ -171,7 +175,7 @@ class FusedMoESharedExpertFwdOp(Op):
     ) -> None:
         check.integer("FusedMoESharedExpertFwdOp", "tp_size", tp_size, low=1)
         check.integer("FusedMoESharedExpertFwdOp", "tp_rank", tp_rank, low=0, high=tp_size - 1)
-        self.routed = FusedMoEFwdOp(
+        self.routed = _Routed(
             top_k,
             scoring_func,
             renormalize,

@@ -16,15 +16,15 @@ torch.library.define(
 )
 
 
-def as_matrix(x: torch.Tensor) -> torch.Tensor:
+def as_matrix(name: str, x: torch.Tensor) -> torch.Tensor:
     """View ``x`` as rows of its last dimension, without a copy."""
     width = x.shape[-1] if x.ndim else 1
     try:
         return x.view(-1, width) if x.numel() else x.new_empty(0, width)
     except RuntimeError:
         raise ValueError(
-            f"SwiGLUFwdOp: rows must have one spacing, got shape {tuple(x.shape)} with strides "
-            f"{x.stride()}; call .contiguous() on the tensor once, outside the hot path"
+            f"SwiGLUFwdOp: {name} must have rows of one spacing, got shape {tuple(x.shape)} "
+            f"with strides {x.stride()}; call .contiguous() on it once, outside the hot path"
         ) from None
 
 
@@ -33,8 +33,8 @@ def _swiglu_fwd(gate, up, limit, alpha, beta, target):
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
     out = gate.new_empty(gate.shape)
-    args = (as_matrix(x) for x in (gate, up))
-    targets.run("swiglu_fwd", target, *args, limit, alpha, beta, out=as_matrix(out))
+    args = as_matrix("gate", gate), as_matrix("up", up)
+    targets.run("swiglu_fwd", target, *args, limit, alpha, beta, out=as_matrix("out", out))
     return out
 
 
