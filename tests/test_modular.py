@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from test_fused_moe import experts_case
@@ -192,8 +194,8 @@ def test_the_interfaces_are_abstract(kind):
 
 def test_prepare_must_return_a_result(layer):
     class Tuple(PrepareAndFinalizeNoOp):
-        def prepare(self, *args):
-            return args[:3]
+        def prepare(self, hidden_states, topk_weights, topk_ids, num_experts) -> Any:
+            return hidden_states, topk_weights, topk_ids
 
     op = FusedMoEFwdOp(**SETTINGS, prepare_finalize=Tuple(), target="reference")
     with pytest.raises(TypeError, match="prepare must return a PrepareResult, got tuple"):
