@@ -211,8 +211,8 @@ class MoEFwdOp(Op):
         """Run the layer; all tensors have one dtype.
 
         Args:
-            input: `[T, H]` or `[B, S, H]` with T = B * S; float32 (not on `cuda`), bfloat16 or
-                float16.
+            input: `[T, H]`, or `[B, S, H]` with T = B * S and rows of one spacing; float32 (not on
+                `cuda`), bfloat16 or float16.
             router_probs: `[T, E]` router logits, in spite of the name.
             fc1_experts_weights: `[E, I, H]`, with `swiglu_fusion` 1 or 2 `[E, 2I, H]`.
             fc1_experts_bias: `[E, I]` or `[E, 2I]`, in FC1's row order, or None.
