@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tileops import targets
-from tileops.moe import MoEFwdOp
+from tileops.moe import MoEFwdOp, SwiGLUFwdOp
 
 T, E, H, F = 11, 6, 24, 40
 
@@ -183,46 +183,62 @@ def test_sparse_mixer_layer(target, device, assert_accurate):
     assert_accurate(op(*parts).cpu(), formula(op, parts, weights, ids), same)
 
 
+def onnxruntime_moe(tensors, **attributes):
+    """Run ONNX Runtime's MoE on x, logits, fc1, b1, fc2, b2: float32 on the CPU."""
+    onnx = pytest.importorskip("onnx")
+    ort = pytest.importorskip("onnxruntime")
+    feeds = {f"input_{i}": t.numpy() for i, t in enumerate(tensors)}
+    node = onnx.helper.make_node("MoE", list(feeds), ["y"], domain="com.microsoft", **attributes)
+    info = onnx.helper.make_tensor_value_info
+    graph = onnx.helper.make_graph(
+        [node],
+        "moe",
+        [info(name, 1, list(value.shape)) for name, value in feeds.items()],
+        [info("y", 1, list(tensors[0].shape))],
+    )
+    opsets = [onnx.helper.make_opsetid("", 17), onnx.helper.make_opsetid("com.microsoft", 1)]
+    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=9)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(None, feeds)[0])
+
+
 @pytest.mark.parametrize(("kind", "fusion"), [f[:2] for f in FORMS if not f[2] and f[1] != 2])
 @pytest.mark.parametrize("normalize", [0, 1])
 @pytest.mark.parametrize("rank", [2, 3])
-def test_onnxruntime_agrees(kernels, device, kind, fusion, normalize, rank):
-    """Float32 against ONNX Runtime's own kernel, which has no FC3 and no halves form."""
-    if kernels == "cuda":
-        pytest.skip("the cuda kernels take bfloat16 and float16")
-    onnx = pytest.importorskip("onnx")
-    ort = pytest.importorskip("onnxruntime")
+def test_onnxruntime_agrees(kind, fusion, normalize, rank):
+    """Its CPU kernel has no FC3 and no form with gate and linear rows in halves."""
     parts = tensors(kind, fusion, False, torch.float32)
     if rank == 3:
         parts[0] = parts[0].view(1, T, H)
     settings = {"activation_alpha": 1.702, "activation_beta": 1.0, "swiglu_limit": 0.7}
     settings = settings if kind == "swiglu" else {}
-    names = ["x", "logits", "fc1", "b1", "fc2", "b2"]
-    node = onnx.helper.make_node(
-        "MoE",
-        names,
-        ["y"],
-        domain="com.microsoft",
-        k=2,
-        activation_type=kind,
-        swiglu_fusion=fusion,
-        normalize_routing_weights=normalize,
+    attributes = {"k": 2, "activation_type": kind, "swiglu_fusion": fusion}
+    want = onnxruntime_moe(parts[:6], **attributes, normalize_routing_weights=normalize, **settings)
+    op = MoEFwdOp(2, kind, bool(normalize), fusion, **settings, target="cpu")
+    torch.testing.assert_close(op(*parts), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("limit", [None, 0.7, 7.0])
+@pytest.mark.parametrize(("alpha", "beta"), [(1.0, 0.0), (1.702, 1.0)])
+def test_onnxruntime_agrees_on_swiglu(limit, alpha, beta):
+    """Its SwiGLU has no CPU kernel; its MoE shows the activation through identity matrices."""
+    x = 4 * torch.randn(9, 2 * F)
+    both, first = torch.eye(2 * F)[None], torch.eye(2 * F, F)[None]
+    zeros = torch.zeros(1, 2 * F)
+    settings = {} if limit is None else {"swiglu_limit": limit}
+    want = onnxruntime_moe(
+        [x, torch.zeros(9, 1), both, zeros, first, zeros],
+        k=1,
+        activation_type="swiglu",
+        swiglu_fusion=1,
+        normalize_routing_weights=1,
+        activation_alpha=alpha,
+        activation_beta=beta,
         **settings,
     )
-    info = onnx.helper.make_tensor_value_info
-    graph = onnx.helper.make_graph(
-        [node],
-        "moe",
-        [info(n, 1, list(p.shape)) for n, p in zip(names, parts[:6], strict=True)],
-        [info("y", 1, list(parts[0].shape))],
-    )
-    opsets = [onnx.helper.make_opsetid("", 17), onnx.helper.make_opsetid("com.microsoft", 1)]
-    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=9)
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    feeds = {n: p.numpy() for n, p in zip(names, parts[:6], strict=True)}
-    want = torch.from_numpy(session.run(None, feeds)[0])
-    op = MoEFwdOp(2, kind, bool(normalize), fusion, **settings, target=kernels)
-    torch.testing.assert_close(op(*parts), want, rtol=1e-4, atol=1e-5)
+    op = SwiGLUFwdOp(limit or 0.0, alpha, beta, target="cpu")
+    got = op(x[:, 0::2].contiguous(), x[:, 1::2].contiguous())
+    torch.testing.assert_close(got, want[:, :F], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

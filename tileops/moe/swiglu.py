@@ -92,8 +92,8 @@ class SwiGLUFwdOp(Op):
         """Apply the activation.
 
         Args:
-            gate: Any shape with rows of one spacing; float32, bfloat16 or float16. Without `up` its last dimension is even
-                and holds the gate half, then the linear half.
+            gate: Any shape with rows of one spacing; float32, bfloat16 or float16. Without `up` its
+                last dimension is even and holds the gate half, then the linear half.
             up: The linear values, shaped and typed as `gate`.
 
         Returns:
