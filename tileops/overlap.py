@@ -87,7 +87,7 @@ _MOST_STEPS = 100_000
 def _reachable(target: int, terms: list[tuple[int, int]]) -> bool:
     """Return whether ``target`` is a sum of ``count * step`` with each count in ``[0, limit]``.
 
-    A search that does not end in time answers yes, the safe side.
+    A search that does not end in time answers yes, the safe side. ``terms`` come widest first.
     """
     seen: set[tuple[int, int]] = set()
     stack = [(target, 0)]
@@ -96,7 +96,14 @@ def _reachable(target: int, terms: list[tuple[int, int]]) -> bool:
         if left == 0 or len(seen) > _MOST_STEPS:
             return True
         rest = terms[i:]
-        if left < 0 or not rest or left % gcd(*(step for step, _ in rest)):
+        if left < 0 or not rest:
+            continue
+        # what the narrowest steps add up to must make good the remainder of the wider ones
+        step, limit = rest[-1]
+        wider = [s for s, _ in rest[:-1]]
+        if wider and left % gcd(*wider) > step * limit:
+            continue
+        if left % gcd(*(s for s, _ in rest)):
             continue
         step, limit = rest[0]
         most = sum(s * n for s, n in rest[1:])

@@ -1,7 +1,7 @@
 """Tensors inside kernels, and the three float formats, of which the C target knows only float32.
 
 Kernels take addresses, sizes and strides as numbers and put the tensors together themselves: one
-compile then serves every shape and view, and a call costs a fifth of one that passes tensors. An
+compile then serves every shape and view, and a call costs less than one that passes tensors. An
 argument annotated as a tensor of one byte is an address, of any memory, or 0; who passes it keeps
 the memory alive until the kernel returns.
 

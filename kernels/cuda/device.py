@@ -49,6 +49,8 @@ def wrong_device(x: torch.Tensor) -> str | None:
     """Say why the kernels cannot run where ``x`` is."""
     if x.device.type != "cuda" or capability(x.device) != (9, 0):
         return f"runs on GPUs of compute capability 9.0, got {x.device}"
+    if not has_compiler():
+        return "finds no nvcc; install CUDA's compiler or set CUDA_HOME"
     return None
 
 
