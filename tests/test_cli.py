@@ -95,11 +95,12 @@ def test_targets_shows_why_a_target_cannot_serve_its_device():
     assert "no C++ compiler" in result.stdout
 
 
-@pytest.mark.parametrize("package", ["typer", "rich"])
+@pytest.mark.parametrize("package", ["psutil", "pydantic", "rich", "typer", "yaml"])
 def test_without_its_extra_the_command_says_what_to_install(package):
     code = f"import sys, runpy; sys.modules[{package!r}] = None; runpy.run_module('tileops')"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 1
     assert result.stderr.splitlines() == [
-        "the command line needs two more packages: python -m pip install rich typer"
+        "the command line needs more packages: "
+        "python -m pip install psutil pydantic pyyaml rich typer"
     ]

@@ -14,10 +14,13 @@ from tileops.moe import (
     MoEPostPermuteFwdOp,
     MoEPrePermuteFwdOp,
 )
-from tileops.workloads.layer import LAYERS, eager_experts
+from tileops.workloads.layer import eager_experts
+from tileops.workloads.manifest import layers
 
+MODELS = "qwen3-30b-a3b olmoe-1b-7b mixtral-8x7b deepseek-v3 gpt-oss-20b llama-4-maverick"
 SMALL = {
-    name: dataclasses.replace(layer, hidden_size=72, ffn_size=40) for name, layer in LAYERS.items()
+    name: dataclasses.replace(layers()[name], hidden_size=72, ffn_size=40)
+    for name in MODELS.split()
 }
 TIGHT = ContiguousLayoutSpec.tight_physical_psum()
 

@@ -16,7 +16,7 @@ from tileops.moe import (
     MoEPostPermuteFwdOp,
     MoEPrePermuteFwdOp,
 )
-from tileops.workloads.layer import LAYERS
+from tileops.workloads.manifest import layers
 
 pytestmark = pytest.mark.gpu
 
@@ -117,7 +117,7 @@ def assert_near(got, want, dtype):
 @both_dtypes
 @pytest.mark.parametrize("num_tokens", TOKENS)
 def test_a_whole_layer_at_every_scale(num_tokens, dtype):
-    layer = LAYERS["qwen3-30b-a3b"]
+    layer = layers()["qwen3-30b-a3b"]
     w, x = layer.weights(dtype, "cuda"), layer.tokens(num_tokens, dtype, "cuda")
     got, want = (
         FusedMoEFwdOp(**layer.settings(), target=t)(**x, **w) for t in ("cuda", "reference")
@@ -139,7 +139,7 @@ def test_a_whole_layer_at_every_scale(num_tokens, dtype):
 )
 def test_every_stage_at_every_scale(num_tokens, dtype, layout):
     """Each op against the reference on the very same inputs, in the shape of Qwen3-30B-A3B."""
-    layer = LAYERS["qwen3-30b-a3b"]
+    layer = layers()["qwen3-30b-a3b"]
     w, x = layer.weights(dtype, "cuda"), layer.tokens(num_tokens, dtype, "cuda")
 
     def both(make, *args):
@@ -173,7 +173,7 @@ def test_every_stage_at_every_scale(num_tokens, dtype, layout):
 def test_no_token_count_compiles_again():
     """After one call of any size, no other in the same tile class adds a kernel to the cache."""
     cache = Path(tilelang.env.TILELANG_CACHE_DIR)
-    layer = LAYERS["qwen3-30b-a3b"]
+    layer = layers()["qwen3-30b-a3b"]
     w = layer.weights(torch.bfloat16, "cuda")
     op = FusedMoEFwdOp(**layer.settings())
     for first, others in ((1, range(65)), (8192, (4097, 5000, 12_345))):

@@ -146,10 +146,15 @@ def registered_targets(op: str | None = None) -> list[str]:
     names = [name for name, target in loaded.items() if target is not None]
     if op is None:
         return names
-    known = {*_staged, *(o for target in loaded.values() if target for o in target.kernels)}
-    if op not in known:
-        raise ValueError(f"registered_targets: op must be one of {sorted(known)}, got {op!r}")
+    if op not in operators():
+        raise ValueError(f"registered_targets: op must be one of {operators()}, got {op!r}")
     return [name for name in names if _has(name, op)]
+
+
+def operators() -> list[str]:
+    """Return the names of the operators that some target has, whole or through stages."""
+    loaded = filter(None, map(_load, (*_IN_TREE, *_entry_points())))
+    return sorted({*_staged, *(op for target in loaded for op in target.kernels)})
 
 
 def _has(name: str, op: str) -> bool:

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-23}
 """One rounding of an output, relative, by its dtype."""
 
 
+_computing_in: ContextVar[torch.dtype | None] = ContextVar("computing_in", default=None)
+
+
+@contextmanager
+def computing_in(dtype: torch.dtype) -> Iterator[None]:
+    """Have the references compute in ``dtype``: in float64 for the exact result."""
+    token = _computing_in.set(dtype)
+    try:
+        yield
+    finally:
+        _computing_in.reset(token)
+
+
+def precision(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a computation: ``dtype``, unless `computing_in` says otherwise."""
+    return _computing_in.get() or dtype
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which the references compute on inputs of ``dtype``."""
-    return torch.float64 if dtype == torch.float32 else torch.float32
+    return precision(torch.float64 if dtype == torch.float32 else torch.float32)
 
 
 def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
@@ -31,11 +53,31 @@ def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
     return difference / norm
 
 
-def bound(same_dtype: torch.Tensor, exact: torch.Tensor) -> float:
+def worst_row_error(out: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the largest `relative_error` of a row: a wrong row does not hide among right ones.
+
+    A NaN anywhere gives NaN, and an all-zero row must be met exactly.
+    """
+    if out.shape != exact.shape:
+        return float("nan")
+    if out.numel() == 0:
+        return 0.0
+    out, exact = out.flatten(0, -2).double(), exact.flatten(0, -2).double()
+    error = torch.linalg.vector_norm(out - exact, dim=-1)
+    ratio = error / torch.linalg.vector_norm(exact, dim=-1)
+    return torch.where(error == 0, 0.0, ratio).max().item()
+
+
+def bound(
+    same_dtype: torch.Tensor,
+    exact: torch.Tensor,
+    error: Callable[[torch.Tensor, torch.Tensor], float] = relative_error,
+) -> float:
     """Return the error an op may have: twice that of torch in the same dtype, and one rounding.
 
     Args:
         same_dtype: What plain torch operations in the inputs' dtype give.
         exact: The float64 result.
+        error: How errors are measured.
     """
-    return 2 * relative_error(same_dtype, exact) + ROUNDING[same_dtype.dtype]
+    return 2 * error(same_dtype, exact) + ROUNDING[same_dtype.dtype]

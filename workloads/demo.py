@@ -12,9 +12,10 @@ import torch
 
 from tileops.moe import FusedMoEFwdOp, FusedTopKFwdOp
 from tileops.workloads.accuracy import bound, relative_error
-from tileops.workloads.layer import LAYERS, Layer, eager_experts
+from tileops.workloads.layer import Layer, eager_experts
+from tileops.workloads.manifest import layers
 
-LAYER = LAYERS["qwen3-30b-a3b"]
+LAYER = layers()["qwen3-30b-a3b"]
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
 
 MIN_CALLS, MAX_CALLS = 3, 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tileops.workloads.accuracy import precision
 from tileops.workloads.topk import descending
 
 LOWEST = {torch.float32: -1e30, torch.bfloat16: -1e30, torch.float16: -1e4}
@@ -12,7 +13,7 @@ LOWEST = {torch.float32: -1e30, torch.bfloat16: -1e30, torch.float16: -1e4}
 
 def affinity(scores: torch.Tensor, scoring: str) -> torch.Tensor:
     """Score in float32: every form keeps its tails."""
-    scores = scores.float()
+    scores = scores.to(precision(torch.float32))
     if scoring == "softmax":
         return torch.softmax(scores, -1)
     if scoring == "sigmoid":

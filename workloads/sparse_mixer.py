@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tileops.workloads.accuracy import precision
 from tileops.workloads.topk import descending
 
 _NEAR = 0.02  # twice the jitter of 0.01 that training adds
@@ -22,7 +23,7 @@ def _weigh(logits: torch.Tensor, taken: torch.Tensor) -> tuple[torch.Tensor, tor
 
 def sparse_mixer_fwd(logits, *, target):
     """Pick two experts one after the other; the first does not count for the second."""
-    logits = logits.float()
+    logits = logits.to(precision(torch.float32))
     taken = torch.zeros_like(logits, dtype=torch.bool)
     first_weight, first = _weigh(logits, taken)
     second_weight, second = _weigh(logits, taken.scatter(1, first, True))

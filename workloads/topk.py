@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tileops.workloads.accuracy import precision
+
 
 def descending(values: torch.Tensor) -> torch.Tensor:
     """Return the order of the last dimension: largest first, NaN last, equal values by index."""
@@ -40,7 +42,7 @@ def fused_topk_fwd(
     target,
 ):
     """Score, keep groups, select, weigh: in float32, as the op's formula says."""
-    logits = gating_output.float()
+    logits = gating_output.to(precision(torch.float32))
     if scoring_func == "softmax":
         scores, ranked = torch.softmax(logits, -1), logits
     else:

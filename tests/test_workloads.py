@@ -1,0 +1,360 @@
+"""Manifests, verification, benchmark and plots."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from tileops.__main__ import app
+from tileops.moe import FusedTopKFwdOp, MoEPrePermuteFwdOp
+from tileops.workloads import bench, manifest, timing, verify
+from tileops.workloads.accuracy import worst_row_error
+from tileops.workloads.layer import Layer
+from tileops.workloads.problems import INDEX_OPS, PROBLEMS, Draw, Weights
+
+SMALL = {
+    "num_experts": 16,
+    "top_k": 4,
+    "hidden_size": 64,
+    "ffn_size": 48,
+    "shared_size": 32,
+    "scoring_func": "sigmoid",
+    "correction_bias": True,
+    "num_expert_group": 4,
+    "topk_group": 2,
+}
+CPU = torch.device("cpu")
+ROUTINGS = ("uniform", "zipf", "hot", "alike")
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A manifest of one small layer, written to a file."""
+
+    def write(**changes):
+        layer = {**SMALL, **changes.pop("layer", {})}
+        case = {
+            "source": "nowhere",
+            "tokens": [1, 5],
+            "index_tokens": [7],
+            "routing": ["zipf"],
+            **changes,
+        }
+        path = tmp_path / "small.yaml"
+        path.write_text(yaml.safe_dump({"small": {**case, "layer": layer}}))
+        return path
+
+    return write
+
+
+def run(*args, **env):
+    return CliRunner().invoke(app, [str(arg) for arg in args], env=env)
+
+
+def test_the_manifests_hold_the_models_that_serve():
+    cases = manifest.load_all()
+    names = " ".join(case.name for case in cases)
+    for model in (
+        *("qwen3-30b", "qwen3-235b", "qwen3-next", "deepseek-v3-tp8", "deepseek-v3-ep8"),
+        *("deepseek-v2-lite", "kimi-k2", "glm-4.5", "gpt-oss-20b", "gpt-oss-120b", "mixtral-8x7b"),
+        *("mixtral-8x22b", "phi-3.5-moe", "olmoe", "llama-4-maverick"),
+    ):
+        assert model in names
+    for case in cases:
+        assert case.source.startswith("https://")
+        assert (min(case.tokens), max(case.tokens)) == (1, 8192)
+        assert set(case.routing) == set(ROUTINGS)
+    assert max(manifest.INDEX_TOKENS) == 65_536
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a: [", "wrong.yaml: while parsing"),
+        ("- a", "wrong.yaml: must map names of cases to their fields"),
+        ("a: 3", "wrong.yaml: a: must map fields to values, got 3"),
+        ("a: {source: x}", "wrong.yaml: a: layer: Field required"),
+        ("a: {source: x, layer: {top_k: 2}}", "wrong.yaml: a: layer.num_experts: Field required"),
+        ("a: {source: x, laier: 1}", "wrong.yaml: a: laier: Extra inputs are not permitted, got 1"),
+        ("TOP_K: -1", "wrong.yaml: a: layer.top_k: Input should be greater than 0, got -1"),
+        ("TOP_K: 17", "wrong.yaml: a: layer: top_k = 17 is more than the experts to choose from"),
+        ("TOP_K: two", "wrong.yaml: a: layer.top_k: Input should be a valid integer"),
+        ("TOPK: 2", "wrong.yaml: a: layer.TOPK: Unexpected keyword argument, got 2"),
+    ],
+)
+def test_a_wrong_manifest_is_refused_by_file_case_and_field(tmp_path, content, message):
+    path = tmp_path / "wrong.yaml"
+    if content.startswith("TOP"):
+        name, value = content.replace("TOP_K", "top_k").split(": ")
+        fields = {"num_experts": 16, "top_k": 2, "hidden_size": 8, "ffn_size": 8}
+        layer = {**fields, name: int(value) if value.lstrip("-").isdigit() else value}
+        content = yaml.safe_dump({"a": {"source": "x", "layer": layer}})
+    path.write_text(content)
+    with pytest.raises(manifest.ManifestError) as error:
+        manifest.load(path)
+    assert message in str(error.value)
+    result = run("verify", path)
+    assert result.exit_code == 1
+    assert message in result.stderr.replace("\n", " ")
+
+
+def test_a_missing_manifest_is_an_error_in_words(tmp_path):
+    result = run("verify", tmp_path / "none.yaml")
+    assert result.exit_code == 1
+    assert "none.yaml" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_two_cases_of_one_name_are_refused(small, tmp_path):
+    other = tmp_path / "other.yaml"
+    other.write_text(small().read_text())
+    with pytest.raises(manifest.ManifestError, match="other.yaml: small: another case"):
+        manifest.load_all([small(), other])
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3"])
+def test_routing_of_inputs(name, routing):
+    layer = dataclasses.replace(manifest.layers()[name], hidden_size=8, ffn_size=8)
+    tokens = layer.tokens(2000, torch.bfloat16, routing=routing)
+    op = FusedTopKFwdOp(**layer.routing_settings(), target="reference")
+    _, ids = op(tokens["gating_output"], layer.correction())
+    counts = ids.flatten().bincount(minlength=layer.num_experts).float() / 2000
+    expected = layer.top_k / layer.num_experts
+    if routing == "uniform":
+        assert counts.max() < 3 * expected
+    elif routing == "zipf":
+        assert 6 * expected < counts.max() < 1.01
+        assert counts.sort().values[layer.num_experts // 2] < expected
+    elif routing == "hot":
+        # with groups a token may miss it: its group's second expert counts too
+        assert counts.max() > 0.9
+        assert counts.sort().values[-2] < 3 * expected
+    else:
+        assert (counts == 1).sum() == layer.top_k
+        assert (tokens["hidden_states"] == tokens["hidden_states"][0]).all()
+
+
+def test_an_expert_has_the_same_weights_whichever_others_are_drawn():
+    layer = Layer("small", **SMALL)
+    whole = layer.weights(torch.bfloat16)
+    weights = Weights(layer, torch.bfloat16, CPU)
+    for ids in ([3], [7, 3], [0, 15]):
+        part = weights.drawn(torch.tensor(ids))
+        for name in ("w_gate_up", "w_down"):
+            assert all(torch.equal(part[name][e], whole[name][e]) for e in ids)
+    assert not part["w_down"][5].any()  # never asked for, so never drawn
+
+
+@pytest.mark.parametrize("op", PROBLEMS)
+@pytest.mark.parametrize("name", [case.name for case in manifest.load_all()])
+def test_problems_of_every_model(kernels, device, op, name):
+    """Every op on every model's layer made small, both targets, all routings."""
+    layer = manifest.layers()[name]
+    local = None if layer.num_local_experts is None else layer.num_local_experts
+    layer = dataclasses.replace(layer, hidden_size=128, ffn_size=64, num_local_experts=local)
+    case = manifest.Case(name=name, source="x", layer=layer)
+    steps = verify.steps([case], tokens=[1, 9], ops=[op])
+    assert len(steps) == 8
+    for rows in verify.verify(steps, kernels):
+        for row in rows:
+            assert row.passed, row
+            assert row.skipped is None, row
+            assert row.op.split()[0] == op
+
+
+def test_steps_follow_the_manifest_and_the_arguments():
+    case = manifest.Case(name="a", source="x", layer=Layer("a", **SMALL))
+    steps = verify.steps([case])
+    assert len(steps) == 4 * (len(manifest.TOKENS) + len(manifest.INDEX_TOKENS))
+    assert all(s.ops == INDEX_OPS for s in steps if s.tokens in manifest.INDEX_TOKENS)
+    assert all(s.ops == tuple(PROBLEMS) for s in steps if s.tokens not in manifest.INDEX_TOKENS)
+    (step,) = verify.steps([case], tokens=[3], routing=["hot"], ops=["moe_fwd"])
+    assert (step.tokens, step.routing, step.ops) == (3, "hot", ("moe_fwd",))
+    few = case.model_copy(update={"ops": ("moe_fwd",)})
+    assert verify.steps([few], ops=["fused_moe_fwd"]) == []
+
+
+def test_the_error_is_that_of_the_worst_row():
+    exact = torch.ones(1000, 8, dtype=torch.float64)
+    out = exact.clone()
+    out[17] = 1.5
+    assert worst_row_error(out, exact) == pytest.approx(0.5)
+    out[3, 2] = math.nan
+    assert math.isnan(worst_row_error(out, exact))
+    exact[17] = 0
+    assert worst_row_error(exact, exact) == 0
+    out = exact.clone()
+    out[17, 0] = 1e-30
+    assert worst_row_error(out, exact) == math.inf
+
+
+def test_verify_command(small, tmp_path, target):
+    file = tmp_path / "out.json"
+    result = run("verify", small(), "--target", target, "--json", file)
+    assert result.exit_code == 0, result.output
+    content = json.loads(file.read_text())
+    ops = {row["op"].split()[0] for row in content["rows"]}
+    assert ops == set(PROBLEMS) - {"moe_fwd"}  # sigmoid routing is none of ONNX's
+    assert {row["tokens"] for row in content["rows"]} == {1, 5, 7}
+    assert {"command", "machine", "versions", "date"} <= set(content)
+    for op in ops:
+        assert op in result.stdout
+
+
+@pytest.mark.parametrize("wrong", ["values", "ids", "nan"])
+def test_verify_fails_on_a_wrong_result(small, monkeypatch, wrong):
+    forward = FusedTopKFwdOp.forward
+
+    def broken(self, *args, **inputs):
+        weights, ids = forward(self, *args, **inputs)
+        if self.target == "cpu" and len(ids) == 5:
+            weights, ids = weights.clone(), ids.clone()
+            if wrong == "ids":
+                ids[4, 0] += 1
+            else:
+                weights[4, 0] = math.nan if wrong == "nan" else 1.001 * weights[4, 0]
+        return weights, ids
+
+    monkeypatch.setattr(FusedTopKFwdOp, "forward", broken)
+    result = run("verify", small(), "--target", "cpu", "--op", "fused_topk_fwd")
+    assert result.exit_code == 1
+    assert "1 of 3 calls failed" in result.stderr
+    assert "NO" in result.stdout
+
+
+def test_verify_says_what_it_skipped(small):
+    result = run("verify", small(), "--target", "cpu", CXX="no-such-compiler")
+    assert result.exit_code == 1
+    assert "every call was skipped" in result.stderr
+    assert "no C++ compiler" in result.stdout
+
+
+def test_what_is_too_large_for_the_machine_is_skipped_in_words(small):
+    path = small(layer={"hidden_size": 2**17, "ffn_size": 2**17})
+    result = run("verify", path, "--target", "cpu", "--op", "moe_grouped_gemm_fwd")
+    assert result.exit_code == 1
+    assert "GB of memory" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--target", "tpu"], "--target must be one of"),
+        (["--op", "topk"], "--op must be one of"),
+        (["--case", "gpt-5"], "--case must be one of ['small']"),
+        (["--routing", "even"], "--routing must be one of"),
+        (["--dtype", "int8"], "--dtype must be one of"),
+    ],
+)
+@pytest.mark.parametrize("command", ["verify", "bench"])
+def test_unknown_names_are_refused_in_words(small, command, args, message):
+    result = run(command, small(), *args)
+    assert result.exit_code == 1
+    assert message in result.stderr.replace("\n", " ")
+
+
+def test_all_manifests_at_their_real_sizes():
+    result = run("verify", "--target", "cpu", "--tokens", 1, "--routing", "uniform")
+    assert result.exit_code == 0, result.output
+
+
+def test_bench_command(small, tmp_path):
+    files = [tmp_path / name for name in ("out.json", "out.png", "out.svg")]
+    args = ("--op", "fused_moe_fwd", "--op", "fused_topk_fwd", "--peers", "torch")
+    args = (*args, "--peers", "vllm", "--peers", "tileops-0.1=/nowhere", "--target", "cpu")
+    result = run("bench", small(), *args, "--json", files[0], "--plot", files[1])
+    assert result.exit_code == 0, result.output
+    assert "x torch" in result.stdout
+    assert "skipped vllm on fused_" in result.stdout
+    assert "not installed" in result.stdout
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+    report = bench.Report.from_json(json.loads(files[0].read_text()))
+    rows = {(row.op, row.tokens, row.by): row for row in report.rows}
+    assert len(rows) == (2 * 2 + 1) * 4
+    for tokens in (1, 5):
+        ours, torch_row = (rows["fused_moe_fwd", tokens, by] for by in ("tileops", "torch"))
+        assert 0 < ours.error < 0.02
+        assert ours.microseconds > 0
+        assert torch_row.microseconds > 0
+        floor = 1e6 * max(ours.flops / report.rates.flops, ours.num_bytes / report.rates.bytes)
+        assert ours.floor(report.rates) == floor > 0
+        assert rows["fused_moe_fwd", tokens, "tileops-0.1"].skipped.startswith("not installed")
+    assert report.versions["torch"] == torch.__version__
+
+    from tileops.workloads import plot
+
+    plot.draw(report, files[2])
+    drawn = files[2].read_text()
+    assert drawn.startswith("<?xml")
+    report.rows = [dataclasses.replace(row, microseconds=math.nan) for row in report.rows]
+    with pytest.raises(ValueError, match="nothing to plot"):
+        plot.draw(report, files[2])
+
+
+def test_a_wrong_peer_is_not_timed(monkeypatch):
+    layer = Layer("small", **SMALL)
+    from tileops.workloads.peers import torch_peer
+
+    step = verify.steps([manifest.Case(name="small", source="x", layer=layer)], [4], ["zipf"])[0]
+    weights = Weights(layer, torch.bfloat16, CPU)
+    args = step, "fused_moe_fwd", "cpu", ["torch"], None, torch.bfloat16, weights
+    monkeypatch.setattr(
+        torch_peer, "prepare", lambda problem: lambda: ((1.1 * problem.exact()[0]).bfloat16(),)
+    )
+    ours, peer = bench._op_rows(*args)
+    assert ours.skipped is None
+    assert peer.skipped.startswith("wrong: relative error")
+    assert math.isnan(peer.microseconds)
+
+
+def test_a_wrong_result_of_ours_is_not_timed(monkeypatch):
+    layer = Layer("small", **SMALL)
+    step = verify.steps([manifest.Case(name="small", source="x", layer=layer)], [4], ["zipf"])[0]
+    forward = MoEPrePermuteFwdOp.forward
+
+    def broken(self, **inputs):
+        rows, ends, inverse = forward(self, **inputs)
+        return (rows + 1 if self.target == "cpu" else rows), ends, inverse
+
+    monkeypatch.setattr(MoEPrePermuteFwdOp, "forward", broken)
+    weights = Weights(layer, torch.bfloat16, CPU)
+    args = step, "moe_pre_permute_fwd", "cpu", [], None, torch.bfloat16, weights
+    (row,) = bench._op_rows(*args)
+    assert row.skipped.startswith("wrong")
+
+
+def test_the_peer_torch_agrees_with_the_reference():
+    for name in ("qwen3-30b-a3b", "deepseek-v3", "gpt-oss-20b", "llama-4-maverick"):
+        layer = dataclasses.replace(manifest.layers()[name], hidden_size=64, ffn_size=32)
+        from tileops.workloads.peers import torch_peer
+
+        timed = set()
+        for op, problems in PROBLEMS.items():
+            for problem in problems(Draw(layer, 6, torch.bfloat16, CPU)):
+                if (call := torch_peer.prepare(problem)) is not None:
+                    error, limit = verify.comparison(problem)(call())
+                    assert error <= limit, (name, op)
+                    timed.add(op)
+        assert {"fused_moe_fwd", "fused_moe_experts_fwd", "fused_topk_fwd"} <= timed
+
+
+def test_inputs_are_rotated_past_the_cache():
+    layer = Layer("small", **SMALL)
+    found = list(PROBLEMS["fused_topk_fwd"](Draw(layer, 4, torch.bfloat16, CPU)))
+    assert len(bench._seeds(found, CPU)) == bench.MAX_SETS
+    large = dataclasses.replace(found[0], num_bytes=timing.cache_bytes(CPU))
+    assert len(bench._seeds([large], CPU)) == bench.CACHES
+    assert len(bench._seeds([dataclasses.replace(large, num_bytes=1e12)], CPU)) == 1
+
+
+def test_time_of_a_call():
+    import time
+
+    spent, how = timing.microseconds([lambda: time.sleep(0.002)] * 2, graph=False)
+    assert 2000 <= spent < 20_000
+    assert how in ("cpu", "eager")

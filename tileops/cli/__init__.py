@@ -1,0 +1,1 @@
+"""The commands of `python -m tileops`. They need the packages of the extra ``cli``."""

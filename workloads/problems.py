@@ -1,0 +1,431 @@
+"""Problems: one call of one op on the layer of a case, with what it must give and what it costs.
+
+`PROBLEMS` maps operators to functions that make them. Each makes, for a `Draw` of inputs, the call
+itself, its exact result in float64, what plain torch gives in the inputs' own dtype, and the fewest
+operations and bytes that the call needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from tileops import moe
+from tileops.moe.op import Op
+from tileops.workloads.accuracy import computing_in
+from tileops.workloads.layer import Layer, Routing, eager_experts
+from tileops.workloads.sparse_mixer import sparse_mixer_fwd
+
+Outputs = tuple[torch.Tensor, ...]
+
+TIGHT = moe.ContiguousLayoutSpec.tight_physical_psum()
+BLOCK_SIZE = 64
+INDEXED_ROUTES_PER_EXPERT = 2
+"""Beyond, ``indexed_expert_mlp_fwd`` is not the op to take."""
+MAX_EXPERTS_HALF = 64
+"""Logits of even spacing stay distinct in bfloat16 up to so many experts."""
+
+
+class Draw:
+    """Inputs of a layer at one number of tokens, drawn on first use.
+
+    Args:
+        layer: The layer.
+        num_tokens: T.
+        dtype: Of tokens and weights.
+        device: Where they are.
+        routing: How tokens choose experts.
+        seed: Of the tokens.
+        weights: Parameters whose experts are drawn as tokens choose them; None makes new ones.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        num_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        routing: Routing = "uniform",
+        seed: int = 1,
+        weights: Weights | None = None,
+    ) -> None:
+        self.layer, self.num_tokens = layer, num_tokens
+        self.dtype, self.device = dtype, device
+        self.routing: Routing = routing
+        self.seed = seed
+        self._weights = weights
+
+    @cached_property
+    def tokens(self) -> dict[str, torch.Tensor]:
+        """`hidden_states` and `gating_output`."""
+        return self.layer.tokens(self.num_tokens, self.dtype, self.device, self.seed, self.routing)
+
+    @cached_property
+    def weights(self) -> dict[str, torch.Tensor | None]:
+        """The layer's parameters, with values for the experts that the tokens choose."""
+        weights = self._weights or Weights(self.layer, self.dtype, self.device)
+        return weights.drawn(self.routes[1])
+
+    @cached_property
+    def routes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Routing weights and expert ids, `[T, K]` each."""
+        return self.route()
+
+    def route(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Work the routes out: in float64 inside `computing_in(torch.float64)`."""
+        logits = self.tokens["gating_output"]
+        if self.layer.scoring_func == "sparse_mixer":
+            return sparse_mixer_fwd(logits, target="reference")
+        route = moe.FusedTopKFwdOp(**self.layer.routing_settings(), target="reference")
+        return route(logits, self.bias)
+
+    @cached_property
+    def bias(self) -> torch.Tensor | None:
+        """The correction bias."""
+        return self.layer.correction(self.device)
+
+    @cached_property
+    def chosen(self) -> torch.Tensor:
+        """Ids of the routes to experts that are here."""
+        ids = self.routes[1].flatten()
+        return ids[ids < self.layer.local_experts]
+
+    @cached_property
+    def rows(self) -> Outputs:
+        """The tokens as expert rows, their metadata and the inverse."""
+        op = moe.MoEPrePermuteFwdOp(TIGHT, self.layer.local_experts, target="reference")
+        return op(self.tokens["hidden_states"], self.routes[1])
+
+    @property
+    def num_chosen_experts(self) -> int:
+        """Experts that have a route."""
+        return self.chosen.unique().numel()
+
+
+class Weights:
+    """The parameters of a layer, whose experts get values when tokens first choose them."""
+
+    def __init__(self, layer: Layer, dtype: torch.dtype, device: torch.device) -> None:
+        self._layer = layer
+        self._tensors = layer.empty_weights(dtype, device)
+        self._experts: set[int] = set()
+
+    def drawn(self, ids: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """Return the parameters, those of the experts in ``ids`` with values."""
+        here = {e for e in ids.unique().tolist() if e < self._layer.local_experts}
+        self._layer.draw_experts(self._tensors, sorted(here - self._experts))
+        self._experts |= here
+        return self._tensors
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of one op.
+
+    Attributes:
+        op: The operator.
+        part: Which of an operator's calls in the layer it is; empty where there is one.
+        cls: Class of the op in `tileops.moe`.
+        settings: Its constructor's arguments.
+        inputs: The call's arguments.
+        exact: Returns the result in float64.
+        same_dtype: Returns the result of plain torch in the inputs' dtype.
+        flops: Floating-point operations of the matrix products.
+        num_bytes: Each input that the result depends on read once, each output written once.
+        live: Picks from the outputs what is defined.
+    """
+
+    op: str
+    cls: type[Op]
+    settings: dict[str, Any]
+    inputs: dict[str, torch.Tensor | None]
+    exact: Callable[[], Outputs]
+    same_dtype: Callable[[], Outputs]
+    flops: float
+    num_bytes: float
+    part: str = ""
+    live: Callable[[Outputs], Outputs] = lambda outputs: outputs
+
+    @property
+    def name(self) -> str:
+        """The operator and the part."""
+        return f"{self.op} {self.part}".rstrip()
+
+    def prepared(self, target: str | None) -> Callable[[], Outputs]:
+        """Return a function that runs the op on a target."""
+        op = self.cls(**self.settings, target=target)
+        return lambda: as_tuple(op(**self.inputs))
+
+
+def as_tuple(result: Any) -> Outputs:
+    """Return an op's result, a tensor or several, as a tuple."""
+    return tuple(result) if isinstance(result, tuple | list) else (result,)
+
+
+def _size(*tensors: torch.Tensor | None) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
+
+
+def _from_reference(
+    problem: Callable[..., Problem], same: torch.dtype | None, **unrounded: Any
+) -> Problem:
+    """Make a problem whose results are the reference's, computed in float64 and in ``same``.
+
+    ``unrounded`` are settings with which an op does not round its result to the inputs' dtype.
+    """
+
+    def computed(dtype: torch.dtype | None, settings: dict[str, Any]) -> Outputs:
+        run = replace(made, settings=settings).prepared("reference")
+        if dtype is None:
+            return run()
+        with computing_in(dtype):
+            return run()
+
+    made = problem(
+        exact=lambda: computed(torch.float64, {**made.settings, **unrounded}),
+        same_dtype=lambda: computed(same, made.settings),
+    )
+    return made
+
+
+def _topk(draw: Draw) -> Iterator[Problem]:
+    if draw.layer.scoring_func == "sparse_mixer":
+        return
+    logits = draw.tokens["gating_output"]
+    routes = draw.num_tokens * draw.layer.top_k
+    yield _from_reference(
+        partial(
+            Problem,
+            op="fused_topk_fwd",
+            cls=moe.FusedTopKFwdOp,
+            settings=draw.layer.routing_settings(),
+            inputs={"gating_output": logits, "correction_bias": draw.bias},
+            flops=0,
+            num_bytes=_size(logits, draw.bias) + 8 * routes,
+        ),
+        None,
+    )
+
+
+def _permute_align(draw: Draw) -> Iterator[Problem]:
+    ids = draw.routes[1]
+    slots = ids.numel() + (draw.layer.local_experts + 1) * (BLOCK_SIZE - 1)
+    yield _from_reference(
+        partial(
+            Problem,
+            op="moe_permute_align_fwd",
+            cls=moe.MoEPermuteAlignFwdOp,
+            settings={"num_experts": draw.layer.local_experts, "block_size": BLOCK_SIZE},
+            inputs={"topk_ids": ids},
+            flops=0,
+            num_bytes=_size(ids) + 4 * (slots + slots // BLOCK_SIZE),
+        ),
+        None,
+    )
+
+
+def _pre_permute(draw: Draw) -> Iterator[Problem]:
+    hidden, ids = draw.tokens["hidden_states"], draw.routes[1]
+    yield _from_reference(
+        partial(
+            Problem,
+            op="moe_pre_permute_fwd",
+            cls=moe.MoEPrePermuteFwdOp,
+            settings={"layout": TIGHT, "num_local_experts": draw.layer.local_experts},
+            inputs={"hidden_states": hidden, "local_expert_ids": ids},
+            flops=0,
+            num_bytes=_size(hidden) * (1 + draw.layer.top_k) + 2 * _size(ids),
+        ),
+        None,
+    )
+
+
+def _post_permute(draw: Draw) -> Iterator[Problem]:
+    rows, _, inverse = draw.rows
+    hidden = draw.tokens["hidden_states"]
+    read = draw.chosen.numel() * draw.layer.hidden_size * draw.dtype.itemsize
+    yield _from_reference(
+        partial(
+            Problem,
+            op="moe_post_permute_fwd",
+            cls=moe.MoEPostPermuteFwdOp,
+            settings={"layout": TIGHT},
+            inputs={
+                "expert_output": rows,
+                "topk_weights": draw.routes[0],
+                "inverse_indices": inverse,
+            },
+            flops=0,
+            num_bytes=read + _size(hidden, draw.routes[0], inverse),
+        ),
+        draw.dtype,
+        out_dtype=torch.float32,
+    )
+
+
+def _grouped_gemm(draw: Draw) -> Iterator[Problem]:
+    layer, weights = draw.layer, draw.weights
+    rows, ends, _ = draw.rows
+    count, experts = draw.chosen.numel(), draw.num_chosen_experts
+
+    def gemm(part, a, weight, bias, activation) -> Problem:
+        columns, depth = weight.shape[1:]
+        width = layer.ffn_size if activation else columns
+        return _from_reference(
+            partial(
+                Problem,
+                op="moe_grouped_gemm_fwd",
+                part=part,
+                cls=moe.MoEGroupedGemmFwdOp,
+                settings={"layout": TIGHT, "activation": activation},
+                inputs={"a": a, "b": weight, "layout_metadata": ends, "bias": bias},
+                flops=2.0 * count * columns * depth,
+                num_bytes=draw.dtype.itemsize
+                * (count * (depth + width) + experts * columns * (depth + (bias is not None))),
+                live=lambda outputs: (outputs[0][:count],),
+            ),
+            draw.dtype,
+            out_dtype=torch.float32,
+        )
+
+    yield gemm("gate_up", rows, weights["w_gate_up"], weights["b_gate_up"], layer.activation)
+    make = torch.Generator(draw.device).manual_seed(draw.seed)
+    inner = rows.new_empty(rows.shape[0], layer.ffn_size).normal_(0, 0.5, generator=make)
+    yield gemm("down", inner, weights["w_down"], weights["b_down"], None)
+
+
+def _experts(
+    draw: Draw, op: str, cls: type[Op], settings: dict, inputs: dict, biases: bool = True
+) -> Problem:
+    """Make the problem of an op that runs all of a layer's experts."""
+    layer, names = draw.layer, ["w_gate_up", "w_down"]
+    if biases:
+        names += ["b_gate_up", "b_down"]
+    weights = {name: draw.weights[name] for name in names}
+    hidden, ids = draw.tokens["hidden_states"], draw.routes[1]
+    matrix = 3 * layer.ffn_size * layer.hidden_size
+    per_expert = _size(*weights.values()) / layer.local_experts
+
+    def plain(dtype: torch.dtype) -> Outputs:
+        with computing_in(torch.promote_types(dtype, torch.float32)):
+            scores = draw.route()[0]
+        args = dict(topk_weights=scores, topk_ids=ids, activation=layer.activation, **weights)
+        return (eager_experts(hidden, **args, dtype=dtype),)
+
+    return Problem(
+        op=op,
+        cls=cls,
+        settings=settings,
+        inputs=inputs | weights,
+        exact=lambda: plain(torch.float64),
+        same_dtype=lambda: plain(draw.dtype),
+        flops=2.0 * draw.chosen.numel() * matrix,
+        num_bytes=2 * _size(hidden) + draw.num_chosen_experts * per_expert,
+    )
+
+
+def _given_routes(draw: Draw) -> dict[str, torch.Tensor]:
+    hidden = draw.tokens["hidden_states"]
+    return {
+        "output": torch.full_like(hidden, torch.nan),
+        "hidden_states": hidden,
+        "topk_weights": draw.routes[0],
+        "topk_ids": draw.routes[1],
+    }
+
+
+def _fused_experts(draw: Draw) -> Iterator[Problem]:
+    settings = {"activation": draw.layer.activation}
+    cls, inputs = moe.FusedMoEExpertsFwdOp, _given_routes(draw)
+    yield _experts(draw, "fused_moe_experts_fwd", cls, settings, inputs)
+
+
+def _indexed(draw: Draw) -> Iterator[Problem]:
+    layer = draw.layer
+    few = draw.num_tokens * layer.top_k <= INDEXED_ROUTES_PER_EXPERT * layer.local_experts
+    if few and layer.activation == "silu_and_mul" and not layer.expert_bias:
+        cls, inputs = moe.IndexedExpertMLPFwdOp, _given_routes(draw)
+        yield _experts(draw, "indexed_expert_mlp_fwd", cls, {}, inputs, biases=False)
+
+
+def _fused_moe(draw: Draw) -> Iterator[Problem]:
+    layer = draw.layer
+    if layer.local_experts == layer.num_experts and layer.scoring_func != "sparse_mixer":
+        inputs = {**draw.tokens, "correction_bias": draw.bias}
+        yield _experts(draw, "fused_moe_fwd", moe.FusedMoEFwdOp, layer.settings(), inputs)
+
+
+def _onnx_moe(draw: Draw) -> Iterator[Problem]:
+    layer = draw.layer
+    if (
+        layer.num_experts > MAX_EXPERTS_HALF
+        or layer.scoring_func == "sigmoid"
+        or layer.activation != "silu_and_mul"
+        or layer.expert_bias
+    ):
+        return
+    gate, up = draw.weights["w_gate_up"].chunk(2, 1)  # type: ignore[union-attr]
+    hidden, logits = draw.tokens["hidden_states"], draw.tokens["gating_output"]
+    settings = {
+        "k": layer.top_k,
+        "activation_type": "silu",
+        "normalize_routing_weights": layer.renormalize,
+        "use_sparse_mixer": layer.scoring_func == "sparse_mixer",
+    }
+    inputs = {
+        "input": hidden,
+        "router_probs": logits.to(draw.dtype),
+        "fc1_experts_weights": gate,
+        "fc1_experts_bias": None,
+        "fc2_experts_weights": draw.weights["w_down"],
+        "fc3_experts_weights": up,
+    }
+    rounded = Draw(layer, draw.num_tokens, draw.dtype, draw.device)
+    rounded.tokens = {"hidden_states": hidden, "gating_output": logits.to(draw.dtype)}
+    rounded.weights = draw.weights
+    made = _experts(rounded, "moe_fwd", moe.MoEFwdOp, settings, {}, biases=False)
+    yield replace(made, inputs=inputs)
+
+
+def _shared_expert(draw: Draw) -> Iterator[Problem]:
+    layer, size = draw.layer, draw.layer.shared_size
+    if size is None:
+        return
+    alone = Layer("shared", 1, 1, layer.hidden_size, size)
+    weights = alone.weights(draw.dtype, draw.device)
+    hidden = draw.tokens["hidden_states"]
+    w_gate_up, w_down = weights["w_gate_up"][0], weights["w_down"][0]  # type: ignore[index]
+
+    def plain(dtype: torch.dtype) -> Outputs:
+        gate, up = (hidden.to(dtype) @ w_gate_up.to(dtype).T).chunk(2, -1)
+        return ((torch.nn.functional.silu(gate) * up) @ w_down.to(dtype).T,)
+
+    yield Problem(
+        op="shared_expert_mlp_fwd",
+        cls=moe.SharedExpertMLPFwdOp,
+        settings={},
+        inputs={"hidden_states": hidden, "w_gate_up": w_gate_up, "w_down": w_down},
+        exact=lambda: plain(torch.float64),
+        same_dtype=lambda: plain(draw.dtype),
+        flops=6.0 * draw.num_tokens * size * layer.hidden_size,
+        num_bytes=2 * _size(hidden) + _size(w_gate_up, w_down),
+    )
+
+
+PROBLEMS: dict[str, Callable[[Draw], Iterator[Problem]]] = {
+    "fused_topk_fwd": _topk,
+    "moe_permute_align_fwd": _permute_align,
+    "moe_pre_permute_fwd": _pre_permute,
+    "moe_post_permute_fwd": _post_permute,
+    "moe_grouped_gemm_fwd": _grouped_gemm,
+    "fused_moe_experts_fwd": _fused_experts,
+    "indexed_expert_mlp_fwd": _indexed,
+    "fused_moe_fwd": _fused_moe,
+    "moe_fwd": _onnx_moe,
+    "shared_expert_mlp_fwd": _shared_expert,
+}
+INDEX_OPS = ("fused_topk_fwd", "moe_permute_align_fwd")

@@ -1,0 +1,101 @@
+"""Timing of GPU and CPU calls. Torch is all it needs: peers run it in processes of their own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+
+WARM_UP_SECONDS = 0.1
+SECONDS = 0.3
+MIN_REPEATS, MAX_REPEATS = 5, 200
+SHORT_MICROSECONDS = 1000
+"""Calls shorter than this are replayed from a CUDA graph unless asked otherwise."""
+
+Call = Callable[[], object]
+
+
+def microseconds(calls: Sequence[Call], graph: bool | None = None) -> tuple[float, str]:
+    """Return the median time of a call, and how it was taken: `"graph"`, `"eager"` or `"cpu"`.
+
+    Args:
+        calls: The same call on several sets of inputs, which are taken in turn so that none finds
+            its inputs in a cache.
+        graph: Whether GPU calls are replayed from a CUDA graph of one turn; None: the short ones.
+    """
+    for call in calls:
+        call()
+    if not torch.cuda.is_available():
+        return _host_time(calls), "cpu"
+    torch.cuda.synchronize()
+    eager = _event_time(calls)
+    if graph is False or (graph is None and eager > SHORT_MICROSECONDS):
+        return eager, "eager"
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        for call in calls:
+            call()
+    return _event_time([captured.replay]) / len(calls), "graph"
+
+
+def _repeats(seconds_each: float) -> int:
+    return max(MIN_REPEATS, min(MAX_REPEATS, round(SECONDS / max(seconds_each, 1e-7))))
+
+
+def _event_time(calls: Sequence[Call]) -> float:
+    end, turns = time.perf_counter() + WARM_UP_SECONDS, 0
+    begin = time.perf_counter()
+    while turns == 0 or time.perf_counter() < end:
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        turns += 1
+    repeats = _repeats((time.perf_counter() - begin) / turns)
+    times = []
+    for _ in range(repeats):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
+        events[0].record()
+        for call, event in zip(calls, events[1:], strict=True):
+            call()
+            event.record()
+        times.append(events)
+    torch.cuda.synchronize()
+    spans = [a.elapsed_time(b) for e in times for a, b in zip(e[:-1], e[1:], strict=True)]
+    return 1e3 * median(spans)
+
+
+def _host_time(calls: Sequence[Call]) -> float:
+    begin = time.perf_counter()
+    for call in calls:
+        call()
+    repeats = _repeats(time.perf_counter() - begin)
+    times = []
+    for _ in range(repeats):
+        for call in calls:
+            begin = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - begin)
+    return 1e6 * median(times)
+
+
+def dense_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of a large square matrix product through torch, on random data."""
+    size = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in "ab")
+    return 2e6 * size**3 / microseconds([lambda: a @ b], graph=False)[0]
+
+
+def copy_rate(device: torch.device) -> float:
+    """Return the bytes per second, read plus written, of a large copy through torch."""
+    size = 2**31 if device.type == "cuda" else 2**28
+    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in "st")
+    return 2e6 * size / microseconds([lambda: target.copy_(source)], graph=False)[0]
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Return the size of the cache that inputs are rotated past."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).L2_cache_size
+    return 2**25
