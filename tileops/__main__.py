@@ -10,6 +10,7 @@ from typing import Annotated
 import torch
 
 from tileops import targets
+from tileops.compilation import CompileError
 from tileops.targets import NoKernelError
 
 try:
@@ -92,7 +93,7 @@ def run_demo(
                     f"{row.bound:.2e}",
                     style=None if row.accurate else "red",
                 )
-    except NoKernelError as error:
+    except (NoKernelError, CompileError) as error:
         raise fail(error) from None
     out.print(table)
     if not accurate:
@@ -109,6 +110,11 @@ def list_targets() -> None:
     for name in _registered():
         table.add_row(name, *(_service(name, device, notes) for device in devices))
     out.print(table)
+    if len(devices) > 1:
+        from tileops.kernels.cuda.device import no_compiler
+
+        if (reason := no_compiler()) is not None:
+            notes.append(f"cuda has only the kernels that are in the cache: {reason}")
     notes += [f"{name} did not load: {why}" for name, why in targets.load_failures().items()]
     for note in dict.fromkeys(notes):
         out.print(note, markup=False, highlight=False, soft_wrap=True)
