@@ -3,10 +3,13 @@ import sys
 from functools import partial
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tileops import targets
 from tileops.__main__ import app
+from tileops.cli import machine
+from tileops.kernels.cuda import device
 from tileops.workloads import demo
 from tileops.workloads.layer import Layer
 
@@ -93,6 +96,17 @@ def test_targets_shows_why_a_target_cannot_serve_its_device():
     result = run("targets", CXX="no-such-compiler")
     assert "no, see below" in result.stdout
     assert "no C++ compiler" in result.stdout
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_targets_tells_that_nvcc_is_missing(monkeypatch, there):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(machine, "_device_title", str)
+    monkeypatch.setattr(machine, "_service", lambda *args: "yes")
+    monkeypatch.setattr(device, "has_compiler", lambda: there)
+    result = run("targets")
+    assert result.exit_code == 0, result.output
+    assert ("TileLang finds no nvcc" in result.stdout) is not there
 
 
 @pytest.mark.parametrize("package", ["psutil", "pydantic", "rich", "typer", "yaml"])

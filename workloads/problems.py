@@ -100,6 +100,27 @@ class Draw:
         op = moe.MoEPrePermuteFwdOp(TIGHT, self.layer.local_experts, target="reference")
         return op(self.tokens["hidden_states"], self.routes[1])
 
+    @cached_property
+    def inner_rows(self) -> torch.Tensor:
+        """Expert rows between the two GEMMs."""
+        make = torch.Generator(self.device).manual_seed(self.seed)
+        rows = torch.empty(
+            self.routes[1].numel(), self.layer.ffn_size, dtype=self.dtype, device=self.device
+        )
+        return rows.normal_(0, 0.5, generator=make)
+
+    @cached_property
+    def output(self) -> torch.Tensor:
+        """What an op that writes a buffer writes to."""
+        return torch.full_like(self.tokens["hidden_states"], torch.nan)
+
+    @cached_property
+    def shared_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The shared expert's gate and up rows, and its down rows."""
+        alone = Layer("shared", 1, 1, self.layer.hidden_size, self.layer.shared_size or 1)
+        weights = alone.weights(self.dtype, self.device)
+        return weights["w_gate_up"][0], weights["w_down"][0]  # type: ignore[index]
+
     @property
     def num_chosen_experts(self) -> int:
         """Experts that have a route."""
@@ -293,9 +314,7 @@ def _grouped_gemm(draw: Draw) -> Iterator[Problem]:
         )
 
     yield gemm("gate_up", rows, weights["w_gate_up"], weights["b_gate_up"], layer.activation)
-    make = torch.Generator(draw.device).manual_seed(draw.seed)
-    inner = rows.new_empty(rows.shape[0], layer.ffn_size).normal_(0, 0.5, generator=make)
-    yield gemm("down", inner, weights["w_down"], weights["b_down"], None)
+    yield gemm("down", draw.inner_rows, weights["w_down"], weights["b_down"], None)
 
 
 def _experts(
@@ -329,10 +348,9 @@ def _experts(
 
 
 def _given_routes(draw: Draw) -> dict[str, torch.Tensor]:
-    hidden = draw.tokens["hidden_states"]
     return {
-        "output": torch.full_like(hidden, torch.nan),
-        "hidden_states": hidden,
+        "output": draw.output,
+        "hidden_states": draw.tokens["hidden_states"],
         "topk_weights": draw.routes[0],
         "topk_ids": draw.routes[1],
     }
@@ -395,10 +413,7 @@ def _shared_expert(draw: Draw) -> Iterator[Problem]:
     layer, size = draw.layer, draw.layer.shared_size
     if size is None:
         return
-    alone = Layer("shared", 1, 1, layer.hidden_size, size)
-    weights = alone.weights(draw.dtype, draw.device)
-    hidden = draw.tokens["hidden_states"]
-    w_gate_up, w_down = weights["w_gate_up"][0], weights["w_down"][0]  # type: ignore[index]
+    hidden, (w_gate_up, w_down) = draw.tokens["hidden_states"], draw.shared_weights
 
     def plain(dtype: torch.dtype) -> Outputs:
         gate, up = (hidden.to(dtype) @ w_gate_up.to(dtype).T).chunk(2, -1)

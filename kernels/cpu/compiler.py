@@ -16,6 +16,8 @@ from functools import cache, partial
 import tilelang
 import torch
 
+from tileops import compilation
+
 
 @dataclass(frozen=True)
 class Level:
@@ -84,10 +86,15 @@ def _cpu_features() -> frozenset[str] | None:
     return None
 
 
+def levels() -> tuple[Level, ...]:
+    """Return the levels of this machine's architecture, lowest first; it may not have them all."""
+    return _FAMILIES.get(platform.machine().lower(), _UNKNOWN)
+
+
 @cache
 def machine_levels() -> tuple[Level, ...]:
     """Return the levels this machine has, lowest first."""
-    family = _FAMILIES.get(platform.machine().lower(), _UNKNOWN)
+    family = levels()
     features = _cpu_features()
     if features is None:
         capability = torch.backends.cpu.get_cpu_capability()
@@ -100,23 +107,41 @@ def machine_levels() -> tuple[Level, ...]:
 
 @cache
 def _resolve(asked: str | None) -> Level:
-    levels = machine_levels()
+    have = machine_levels()
     if not asked:
-        return levels[-1]
-    for level in levels:
+        return have[-1]
+    for level in have:
         if level.name == asked:
             return level
-    known = [level.name for level in levels]
+    known = [level.name for level in have]
     raise ValueError(f"TILEOPS_CPU_LEVEL must be one of {known} on this machine, got {asked!r}")
+
+
+@cache
+def named(name: str) -> Level:
+    """Return a level by its name, whether or not this machine has it.
+
+    Raises:
+        ValueError: If this machine's architecture has none of that name.
+    """
+    for level in levels():
+        if level.name == name:
+            return level
+    known = [level.name for level in levels()]
+    raise ValueError(f"this machine compiles for the levels {known}, not for {name!r}")
 
 
 def level() -> Level:
     """Return the level to build for: the machine's, or the lower one ``TILEOPS_CPU_LEVEL`` names.
 
+    Where builds are collected ahead of time, it is the one they are collected for.
+
     Raises:
-        ValueError: If the variable names a level that this machine does not have.
+        ValueError: If the variable names a level that this machine does not have, or builds are
+            collected for one of another architecture.
     """
-    return _resolve(os.environ.get("TILEOPS_CPU_LEVEL"))
+    ahead = compilation.collected_arch()
+    return _resolve(os.environ.get("TILEOPS_CPU_LEVEL")) if ahead is None else named(ahead)
 
 
 @cache
@@ -143,27 +168,33 @@ def _probe(asked: str | None, path: str | None, chosen: Level) -> tuple[list[str
     )
 
 
-def _found() -> tuple[list[str], str | None]:
+def _found(chosen: Level) -> tuple[list[str], str | None]:
     asked = os.environ.get("CXX") or os.environ.get("CC")
-    return _probe(asked, os.environ.get("PATH"), level())
+    return _probe(asked, os.environ.get("PATH"), chosen)
 
 
-def flags() -> list[str]:
-    """Return the compiler flags of `level`."""
-    return _found()[0]
+def flags(name: str) -> list[str]:
+    """Return the compiler flags of the level of that name."""
+    return _found(named(name))[0]
 
 
 def refusal() -> str | None:
     """Return why no kernel can be compiled here, or None if one can."""
-    return _found()[1]
+    if (ahead := compilation.collected_arch()) is not None:
+        try:
+            named(ahead)
+        except ValueError as error:
+            return str(error)
+    return _found(level())[1]
 
 
 jit = partial(
-    tilelang.jit,
+    compilation.jit,
+    why_not=refusal,
     target="c",
     execution_backend="cython",
     # every kernel keeps its own indices inside its buffers; a check of each access would stop the
     # compiler from using vectors
     pass_configs={tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True},
 )
-"""``tilelang.jit`` for the C target. Builders take the level's name and annotate the `flags`."""
+"""The decorator of builders, which take the level's name and annotate its `flags`."""

@@ -104,7 +104,7 @@ def build(fmt: int, pairs: bool, level: str, lanes: int, tile_m: int, tile_n: in
         lo: T.int64,
         hi: T.int64,
     ):
-        T.annotate_compile_flags(compiler.flags())
+        T.annotate_compile_flags(compiler.flags(level))
         padded = (K + step - 1) // step * step
         a = floats(a_address, (E * M * K,), fmt)
         # strides of weights count elements, or words

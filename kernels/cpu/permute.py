@@ -105,7 +105,7 @@ def build_pre(level: str):
         lo: T.int64,
         hi: T.int64,
     ):
-        T.annotate_compile_flags(compiler.flags())
+        T.annotate_compile_flags(compiler.flags(level))
         hidden = view(hidden_address, (tokens, width), T.uint8, (hidden_row, 1))
         expert_input = view(input_address, (R, width), T.uint8)
         ids = view(ids_address, (tokens, K), T.int32, (ids_row, 1))
@@ -162,7 +162,7 @@ def build_post(level: str):
         lo: T.int64,
         hi: T.int64,
     ):
-        T.annotate_compile_flags(compiler.flags())
+        T.annotate_compile_flags(compiler.flags(level))
         shape, steps = (R // slab, slab, H), (slab_stride, row_stride, 1)
         rows = any_floats(rows_address, shape, steps)
         out = any_floats(out_address, (tokens, H), (out_row, 1))

@@ -31,7 +31,7 @@ def build(level: str):
         num_blocks: T.int64,
         block_size: T.int64,
     ):
-        T.annotate_compile_flags(compiler.flags())
+        T.annotate_compile_flags(compiler.flags(level))
         ids = view(ids_address, (tokens, K), T.int32, (ids_row, 1))
         slots = view(slots_address, (num_slots,), T.int32)
         experts = view(experts_address, (num_blocks,), T.int32)

@@ -95,7 +95,7 @@ def build(level: str):
         lo: T.int64,
         hi: T.int64,
     ):
-        T.annotate_compile_flags(compiler.flags())
+        T.annotate_compile_flags(compiler.flags(level))
         rows = any_floats(scores_address, (tokens, E), (row, 1))
         bias = floats(bias_address, (E,), FLOAT32)
         long_ids = view(ids_address, (tokens, K), T.int64, (ids_row, 1))

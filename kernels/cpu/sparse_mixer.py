@@ -35,7 +35,7 @@ def build(level: str):
         lo: T.int64,
         hi: T.int64,
     ):
-        T.annotate_compile_flags(compiler.flags())
+        T.annotate_compile_flags(compiler.flags(level))
         logits = any_floats(logits_address, (tokens, E), (row, 1))
         weights = floats(weights_address, (tokens, 2), FLOAT32)
         ids = view(ids_address, (tokens, 2), T.int32)

@@ -39,7 +39,7 @@ def build(level: str):
         lo: T.int64,
         hi: T.int64,
     ):
-        T.annotate_compile_flags(compiler.flags())
+        T.annotate_compile_flags(compiler.flags(level))
         gate = any_floats(gate_address, (R, n), (gate_row, 1))
         up = any_floats(up_address, (R, n), (up_row, 1))
         out = any_floats(out_address, (R, n), (out_row, 1))

@@ -51,7 +51,7 @@ def build(level: str):
         lo: T.int64,
         hi: T.int64,
     ):
-        T.annotate_compile_flags(compiler.flags())
+        T.annotate_compile_flags(compiler.flags(level))
         logits = any_floats(logits_address, (tokens, E), (row, 1))
         bias = floats(bias_address, (E,), FLOAT32)
         weights = floats(weights_address, (tokens, K), FLOAT32)

@@ -1,16 +1,25 @@
-"""What kernels ask of a GPU, each device once, what they are compiled for, and what they refuse."""
+"""What kernels ask of a GPU, each device once, what they are compiled for, and what they refuse.
 
-from functools import cache
+Where builds are collected ahead of time there may be no GPU: tensors on the CPU then stand for its
+tensors, and what is asked of their device is answered for an H200.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
 from pathlib import Path
 
 import tilelang
 import torch
+
+from tileops import compilation
 
 COMPILE_TARGET = {"kind": "cuda", "arch": "sm_90a"}
 """TileLang's target: spelled out, so that a machine without a GPU fills the same kernel cache."""
 
 UNCHECKED = {tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True}
 """For kernels that check their own bounds."""
+
+_H200_MULTIPROCESSORS = 132
 
 
 @cache
@@ -30,14 +39,35 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 def sm_count(device: torch.device) -> int:
     """Return the number of multiprocessors of a CUDA device."""
+    if device.type == "cpu":
+        return _H200_MULTIPROCESSORS
     return _properties(_index(device)).multi_processor_count
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which a CUDA device is the current one: launch under it."""
+    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
 @cache
 def has_compiler() -> bool:
-    """Return whether TileLang finds CUDA's compiler, without which no kernel can be built."""
+    """Return whether TileLang finds CUDA's compiler; the kernels of a filled cache need none."""
     home = tilelang.env.CUDA_HOME
     return bool(home) and any(Path(home, "bin").glob("nvcc*"))
+
+
+def no_compiler() -> str | None:
+    """Say why no kernel can be compiled here and what to do, or return None."""
+    if has_compiler():
+        return None
+    return (
+        "TileLang finds no nvcc; install CUDA's compiler (pip install 'tilelang[nvcc]') or set "
+        "CUDA_HOME, or fill the cache on a machine that has it: python -m tileops warmup"
+    )
+
+
+jit = partial(compilation.jit, why_not=no_compiler, target=COMPILE_TARGET, pass_configs=UNCHECKED)
+"""The decorator of builders."""
 
 
 def dtype_name(x: torch.Tensor) -> str:
@@ -47,10 +77,10 @@ def dtype_name(x: torch.Tensor) -> str:
 
 def wrong_device(x: torch.Tensor) -> str | None:
     """Say why the kernels cannot run where ``x`` is."""
+    if x.device.type == "cpu" and compilation.collected_arch() == COMPILE_TARGET["arch"]:
+        return None
     if x.device.type != "cuda" or capability(x.device) != (9, 0):
         return f"runs on GPUs of compute capability 9.0, got {x.device}"
-    if not has_compiler():
-        return "finds no nvcc; install CUDA's compiler or set CUDA_HOME"
     return None
 
 

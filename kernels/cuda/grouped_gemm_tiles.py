@@ -6,11 +6,10 @@ the experts' tile counts, and then each thread looks up the experts of the tiles
 one crowded expert costs no more than many even ones.
 """
 
-import tilelang
 import tilelang.language as T
 import torch
 
-from tileops.kernels.cuda.device import COMPILE_TARGET
+from tileops.kernels.cuda.device import jit
 from tileops.layouts import MaskedLayoutSpec, MGroupedLayoutSpec
 
 THREADS = 1024
@@ -77,10 +76,7 @@ def find_labels(labels, tiles, num_rows, num_experts, ranges, thread):
     T.sync_threads()
 
 
-@tilelang.jit(
-    target=COMPILE_TARGET,
-    pass_configs={tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True},
-)
+@jit
 def build(layout: str):
     """Build the kernel for one kind of metadata.
 

@@ -13,13 +13,7 @@ import tilelang.language as T
 import torch
 
 from tileops.kernels.cuda.activations import sigmoid
-from tileops.kernels.cuda.device import (
-    COMPILE_TARGET,
-    UNCHECKED,
-    dtype_name,
-    misplaced,
-    wrong_device,
-)
+from tileops.kernels.cuda.device import UNCHECKED, current, dtype_name, jit, misplaced, wrong_device
 from tileops.kernels.cuda.post_permute import moe_post_permute_fwd
 
 WARP = 32
@@ -59,7 +53,7 @@ def load_weights(held, weights, expert, low, high, column, bound_low, bound_high
         )
 
 
-@tilelang.jit(target=COMPILE_TARGET, pass_configs=CONFIG)
+@jit(pass_configs=CONFIG)
 def build(dtype: str, gated: bool):
     """Build the kernel that multiplies rows by the weights of their routes' experts.
 
@@ -307,7 +301,7 @@ def indexed_expert_mlp_fwd(
     act = hidden_states.new_empty(num_routes, ffn)
     down = hidden_states.new_empty(num_routes, hidden)
     dtype = dtype_name(hidden_states)
-    with torch.cuda.device(out.device):
+    with current(out.device):
         for rows, weights, written, gated in (
             (hidden_states, w_gate_up, act, True),
             (act, w_down, down, False),

@@ -6,11 +6,10 @@ of any dtype. No size is compiled in.
 
 import math
 
-import tilelang
 import tilelang.language as T
 import torch
 
-from tileops.kernels.cuda.device import COMPILE_TARGET, misplaced, sm_count, wrong_device
+from tileops.kernels.cuda.device import current, jit, misplaced, sm_count, wrong_device
 from tileops.kernels.cuda.place_routes import CONFIG, WARP, place
 from tileops.layouts import MaskedLayoutSpec
 
@@ -21,7 +20,7 @@ TARGETS = 8
 """Rows of a token that are looked up before the first is written."""
 
 
-@tilelang.jit(target=COMPILE_TARGET, pass_configs=CONFIG)
+@jit(pass_configs=CONFIG)
 def build_copy():
     """Build the kernel that writes every row: tokens, zeros, and the rows' labels.
 
@@ -156,7 +155,7 @@ def moe_pre_permute_fwd(hidden_states, local_expert_ids, layout, num_local_exper
     clear_blocks = min(-(-num_rows // WARP), 8 * sm_count(hidden_states.device))
     if num_tokens <= 1:
         hidden_states = hidden_states.as_strided((num_tokens, hidden), (hidden, 1))
-    with torch.cuda.device(hidden_states.device):
+    with current(hidden_states.device):
         inverse, segment_end, valid_end = place(
             local_expert_ids, alignment, max_m, num_local_experts
         )

@@ -4,9 +4,7 @@ The kernels are those of `place_routes`, in the form that writes the route of ea
 one launch, or two when the routes are more than one block takes.
 """
 
-import torch
-
-from tileops.kernels.cuda.device import wrong_device
+from tileops.kernels.cuda.device import current, wrong_device
 from tileops.kernels.cuda.place_routes import build_place, count_chunks
 from tileops.moe.permute_align import align_shapes
 
@@ -25,7 +23,7 @@ def moe_permute_align_fwd(topk_ids, num_experts, block_size, *, target):
         topk_ids.shape[0] * topk_ids.shape[1], num_experts, block_size
     )
     slots, experts, count = (topk_ids.new_empty(n) for n in (num_slots, num_blocks, 1))
-    with torch.cuda.device(topk_ids.device):
+    with current(topk_ids.device):
         counts, *split = count_chunks(topk_ids, num_experts)
         build_place(True)(
             topk_ids,

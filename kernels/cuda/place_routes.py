@@ -7,7 +7,7 @@ hold all; `build_place` turns the counts into segments and rows. No size is comp
 import tilelang
 import tilelang.language as T
 
-from tileops.kernels.cuda.device import COMPILE_TARGET, UNCHECKED
+from tileops.kernels.cuda.device import UNCHECKED, jit
 
 WARP = 32
 PLACE_WARPS = 16
@@ -44,7 +44,7 @@ def load_ids(experts, ids, first, step, end, top_k, low, high):
         experts[j] = T.Select(T.And(experts[j] >= low, experts[j] < high), experts[j] - low, -1)
 
 
-@tilelang.jit(target=COMPILE_TARGET, pass_configs=CONFIG)
+@jit(pass_configs=CONFIG)
 def build_count():
     """Build the kernel that counts the routes of each expert in each chunk of ``chunk`` routes.
 
@@ -86,7 +86,7 @@ def build_count():
     return count_routes
 
 
-@tilelang.jit(target=COMPILE_TARGET, pass_configs=CONFIG)
+@jit(pass_configs=CONFIG)
 def build_place(inverted: bool):
     """Build the kernel that gives every route its row and every expert its segment.
 

@@ -1,16 +1,8 @@
 """Post-permute: every token gathers the rows of its routes and adds them up with their weights."""
 
-import tilelang
 import tilelang.language as T
-import torch
 
-from tileops.kernels.cuda.device import (
-    COMPILE_TARGET,
-    UNCHECKED,
-    dtype_name,
-    misplaced,
-    wrong_device,
-)
+from tileops.kernels.cuda.device import current, dtype_name, jit, misplaced, wrong_device
 
 THREADS = 128
 COLUMNS = 8
@@ -19,7 +11,7 @@ ROWS = 8
 """Rows of a token that are in flight at once."""
 
 
-@tilelang.jit(target=COMPILE_TARGET, pass_configs=UNCHECKED)
+@jit
 def build(row_dtype: str, out_dtype: str):
     """Build the kernel for the dtypes of the rows and of the result.
 
@@ -128,7 +120,7 @@ def moe_post_permute_fwd(
     slices = -(-hidden // (THREADS * COLUMNS))
     blocks = -(-num_tokens // (THREADS >> lane_bits)) * slices
     kernel = build(dtype_name(rows), dtype_name(out))
-    with torch.cuda.device(out.device):
+    with current(out.device):
         kernel(
             rows,
             topk_weights,

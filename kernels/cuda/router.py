@@ -4,11 +4,10 @@ Lane k holds the k-th chosen expert. Ranking is that of `topk`: int32 keys that 
 float32 values, the smallest expert id settling ties.
 """
 
-import tilelang
 import tilelang.language as T
 import torch
 
-from tileops.kernels.cuda.device import COMPILE_TARGET, UNCHECKED, dtype_name, wrong_device
+from tileops.kernels.cuda.device import current, dtype_name, jit, wrong_device
 from tileops.kernels.cuda.topk import (
     LAST,
     MAX_SLOTS,
@@ -54,7 +53,7 @@ def candidate_key(affinity, bias, expert, has_bias: bool):
     return T.Select(key > LOWEST_KEY, key, NO_KEY)
 
 
-@tilelang.jit(target=COMPILE_TARGET, pass_configs=UNCHECKED)
+@jit
 def build(dtype: str, out_dtype: str, scoring: str, ids_dtype: str, has_bias: bool, slots: int):
     """Build the kernel for T tokens, E experts, K chosen and L local ones.
 
@@ -239,6 +238,6 @@ def moe_router_fwd(
         bias is not None,
         slots,
     )
-    with torch.cuda.device(scores.device):
+    with current(scores.device):
         kernel(scores, bias, expert_ids, probs, scale, topk, local_expert_start, route_scale)
     return probs, scale

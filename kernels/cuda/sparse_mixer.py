@@ -1,10 +1,9 @@
 """PhiMoE's routing: two experts of a token, one after the other, by one warp, one launch."""
 
-import tilelang
 import tilelang.language as T
 import torch
 
-from tileops.kernels.cuda.device import COMPILE_TARGET, UNCHECKED, dtype_name, wrong_device
+from tileops.kernels.cuda.device import current, dtype_name, jit, wrong_device
 from tileops.kernels.cuda.topk import LAST, NO_KEY, WARP, WARPS_PER_BLOCK, key_value, rank_key
 
 NEAR = 0.02
@@ -41,7 +40,7 @@ def choose(logits, token, lane, num_experts, taken, expert: T.Ref, weight: T.Ref
     weight = 1 / T.warp_reduce_sum(weight)
 
 
-@tilelang.jit(target=COMPILE_TARGET, pass_configs=UNCHECKED)
+@jit
 def build(dtype: str):
     """Build the kernel for T tokens and E experts, whose logits have type ``dtype``."""
     num_tokens, num_experts = T.dynamic("T, E")
@@ -82,6 +81,6 @@ def sparse_mixer_fwd(logits, *, target):
     weights = logits.new_empty((logits.shape[0], 2), dtype=torch.float32)
     ids = logits.new_empty((logits.shape[0], 2), dtype=torch.int32)
     if logits.shape[0]:
-        with torch.cuda.device(logits.device):
+        with current(logits.device):
             build(dtype_name(logits))(logits, weights, ids)
     return weights, ids

@@ -2,18 +2,10 @@
 
 import math
 
-import tilelang
 import tilelang.language as T
-import torch
 
 from tileops.kernels.cuda.activations import swiglu
-from tileops.kernels.cuda.device import (
-    COMPILE_TARGET,
-    UNCHECKED,
-    aligned,
-    dtype_name,
-    wrong_device,
-)
+from tileops.kernels.cuda.device import aligned, current, dtype_name, jit, wrong_device
 
 THREADS = 256
 VECTOR_BYTES = 16
@@ -26,7 +18,7 @@ def step(dtype: str, vectors: bool) -> tuple[int, int]:
     return (VECTOR_BYTES * 8 // T.dtype(dtype).bits, 2) if vectors else (1, 8)
 
 
-@tilelang.jit(target=COMPILE_TARGET, pass_configs=UNCHECKED)
+@jit
 def build(dtype: str, vectors: bool):
     """Build the kernel for R rows of n columns. A row is ``2**lane_bits`` threads wide.
 
@@ -119,5 +111,5 @@ def swiglu_fwd(gate, up, limit, alpha, beta, *, target, out) -> None:
     slices = -(-width // ((columns * times) << lane_bits))
     blocks = -(-num_rows // (THREADS >> lane_bits)) * slices
     kernel = build(dtype, vectors)
-    with torch.cuda.device(out.device):
+    with current(out.device):
         kernel(*tensors, blocks, lane_bits, limit if limit > 0 else math.inf, alpha, beta)

@@ -5,11 +5,10 @@ place and a warp finds its best key in one instruction; the smallest expert id s
 of experts is shared by a run of neighbouring lanes, so its score takes a few shuffles.
 """
 
-import tilelang
 import tilelang.language as T
 import torch
 
-from tileops.kernels.cuda.device import COMPILE_TARGET, UNCHECKED, dtype_name, wrong_device
+from tileops.kernels.cuda.device import current, dtype_name, jit, wrong_device
 
 WARP = 32
 WARPS_PER_BLOCK = 4
@@ -172,7 +171,7 @@ def pick(keys, match, found, first, lane_bits, slots: int, top: T.Ref, winner: T
         keys[i] = T.Select(i == slot, NO_KEY, keys[i])
 
 
-@tilelang.jit(target=COMPILE_TARGET, pass_configs=UNCHECKED)
+@jit
 def build(dtype: str, scoring: str, slots: int):
     """Build the kernel that holds the keys of a token in registers.
 
@@ -275,7 +274,7 @@ def build(dtype: str, scoring: str, slots: int):
     return fused_topk
 
 
-@tilelang.jit(target=COMPILE_TARGET, pass_configs=UNCHECKED)
+@jit
 def build_scan(dtype: str, scoring: str):
     """Build the kernel for any number of experts and groups: each round reads the logits again.
 
@@ -430,7 +429,7 @@ def fused_topk_fwd(
     dtype = dtype_name(gating_output)
     scoring = scoring_func if correction_bias is None else f"biased_{scoring_func}"
     split = (lane_bits, group_size, topk_group, int(renormalize), routed_scaling_factor)
-    with torch.cuda.device(gating_output.device):
+    with current(gating_output.device):
         if num_expert_group <= WARP and slots <= MAX_SLOTS:
             kernel = build(dtype, scoring, slots)
             kernel(gating_output, correction_bias, weights, ids, *split)

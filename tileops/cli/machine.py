@@ -10,6 +10,7 @@ from rich.table import Table
 
 from tileops import targets
 from tileops.cli.app import app, fail, note, one_of, out, progress, quiet_compiler, registered
+from tileops.compilation import CompileError
 from tileops.targets import NoKernelError
 
 
@@ -45,7 +46,7 @@ def run_demo(
                     f"{row.bound:.2e}",
                     style=None if row.accurate else "red",
                 )
-    except NoKernelError as error:
+    except (NoKernelError, CompileError) as error:
         raise fail(error) from None
     out.print(table)
     if not accurate:
@@ -68,6 +69,11 @@ def list_targets() -> None:
         has = targets.registered_targets(op)
         operators.add_row(op, *("yes" if name in has else "-" for name in installed))
     out.print(operators)
+    if len(devices) > 1:
+        from tileops.kernels.cuda.device import no_compiler
+
+        if (reason := no_compiler()) is not None:
+            notes.append(f"cuda has only the kernels that are in the cache: {reason}")
     notes += [f"{name} did not load: {why}" for name, why in targets.load_failures().items()]
     for line in dict.fromkeys(notes):
         note(line)

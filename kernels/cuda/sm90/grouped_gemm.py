@@ -7,19 +7,11 @@ loads of the next tile run while the last one is stored. TMA fills with zeros wh
 of a dimension, so widths need not be multiples of a block.
 """
 
-import tilelang
 import tilelang.language as T
 import torch
 
 from tileops.kernels.cuda.activations import GATED, activated, gated
-from tileops.kernels.cuda.device import (
-    COMPILE_TARGET,
-    UNCHECKED,
-    dtype_name,
-    misplaced,
-    sm_count,
-    wrong_device,
-)
+from tileops.kernels.cuda.device import current, dtype_name, jit, misplaced, sm_count, wrong_device
 from tileops.kernels.cuda.grouped_gemm_tiles import END, EXPERT, FIELDS, FIRST, grouped_gemm_tiles
 from tileops.kernels.cuda.sm90.configs import pick_gemm
 from tileops.layouts import MGroupedLayoutSpec
@@ -45,7 +37,7 @@ def _locate(job, count, column_blocks):
     return 1 + sweep + T.truncmod(within, height), T.truncdiv(within, height)
 
 
-@tilelang.jit(target=COMPILE_TARGET, pass_configs=UNCHECKED)
+@jit
 def build(
     dtype: str,
     out_dtype: str,
@@ -365,7 +357,7 @@ def moe_grouped_gemm_fwd(
         return
     activation = activation or Activation("none")
     # TileLang makes the device of the arguments current and leaves it so
-    with torch.cuda.device(a.device):
+    with current(a.device):
         if a.shape[-1] == 0:  # no TMA descriptor has an empty dimension
             a, gate = a.new_zeros(*a.shape[:-1], 8), gate.new_zeros(*gate.shape[:-1], 8)
             up = None if up is None else gate
