@@ -1,7 +1,13 @@
+import os
+
 import pytest
 import torch
 
 from tileops.workloads.accuracy import bound, relative_error
+
+# tests that run at a time share the processors: more threads would wait for each other
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))
 
 TARGETS = ["reference", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 KERNELS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

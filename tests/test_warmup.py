@@ -8,13 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from test_cpu_target import finish, libraries, python
+from typer.testing import CliRunner
 
 from tileops import compilation
+from tileops.__main__ import app
 from tileops.compilation import Build, CompileError, collecting, compile_builds
 from tileops.kernels.cpu import compiler
 from tileops.kernels.cuda import device
 from tileops.moe import FusedMoEFwdOp
 from tileops.targets import NoKernelError
+from tileops.workloads import verify, warmup
+from tileops.workloads.manifest import load_all
 
 ROOT = Path(__file__).parents[1]
 LEVEL = compiler.levels()[0].name
@@ -55,6 +59,55 @@ def test_after_a_warm_up_nothing_is_compiled(tmp_path):
     assert filled.keys() == needed.keys()
     finish(python(run, tmp_path / "warm", **level))
     assert compiled(tmp_path / "warm") == filled
+
+
+MANIFEST = """
+small:
+  source: nowhere
+  tokens: [1, 40]
+  index_tokens: []
+  routing: [zipf]
+  layer: {num_experts: 8, top_k: 2, hidden_size: 32, ffn_size: 24, shared_size: 16}
+"""
+COMMAND = "import sys, runpy; sys.argv[1:] = {!r}; runpy.run_module('tileops', run_name='__main__')"
+
+
+def command(cache, *args, **env):
+    return finish(python(COMMAND.format([str(arg) for arg in args]), cache, **env))
+
+
+def test_after_the_command_a_run_of_the_cases_compiles_nothing(tmp_path):
+    manifest = tmp_path / "small.yaml"
+    manifest.write_text(MANIFEST)
+    cache, level = tmp_path / "cache", {"TILEOPS_CPU_LEVEL": LEVEL}
+    told = command(tmp_path, "warmup", manifest, "--arch", LEVEL, "--cache-dir", cache)
+    filled = compiled(cache)
+    assert f"{len(filled)} kernels compiled, 0 were in the cache already" in told
+    told = command(cache, "warmup", manifest, "--arch", LEVEL)
+    assert f"0 kernels compiled, {len(filled)} were in the cache already" in told
+    told = command(cache, "verify", manifest, "--target", "cpu", **level)
+    assert "fused_moe_fwd" in told
+    assert compiled(cache) == filled
+    # and what the count looks at does change where something is compiled
+    command(tmp_path / "cold", "verify", manifest, "--target", "cpu", **level)
+    assert compiled(tmp_path / "cold").keys() == filled.keys()
+
+
+def test_the_kernels_of_all_manifests_are_few():
+    """No number of tokens, experts or columns is compiled in: the models share their kernels."""
+    steps = verify.steps(load_all(), routing=["uniform"])
+    builds, refused = warmup.needed(steps, "sm_90a")
+    assert not refused
+    assert 10 < len(builds) < 60
+    for tokens in ([3], [77, 3000]):
+        more, _ = warmup.needed(verify.steps(load_all(), tokens, ["uniform"]), "sm_90a")
+        assert set(more) <= set(builds)
+
+
+def test_an_unknown_architecture_is_refused_in_words():
+    result = CliRunner().invoke(app, ["warmup", "--arch", "sm_100a"])
+    assert result.exit_code == 1
+    assert "--arch must be one of ['sm_90a', " in result.stderr
 
 
 UNREADABLE = """

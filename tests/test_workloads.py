@@ -150,21 +150,18 @@ def test_an_expert_has_the_same_weights_whichever_others_are_drawn():
     assert not part["w_down"][5].any()  # never asked for, so never drawn
 
 
-@pytest.mark.parametrize("op", PROBLEMS)
 @pytest.mark.parametrize("name", [case.name for case in manifest.load_all()])
-def test_problems_of_every_model(kernels, device, op, name):
+def test_problems_of_every_model(kernels, device, name):
     """Every op on every model's layer made small, both targets, all routings."""
-    layer = manifest.layers()[name]
-    local = None if layer.num_local_experts is None else layer.num_local_experts
-    layer = dataclasses.replace(layer, hidden_size=128, ffn_size=64, num_local_experts=local)
+    layer = dataclasses.replace(manifest.layers()[name], hidden_size=64, ffn_size=32)
     case = manifest.Case(name=name, source="x", layer=layer)
-    steps = verify.steps([case], tokens=[1, 9], ops=[op])
+    steps = verify.steps([case], tokens=[1, 9])
     assert len(steps) == 8
     for rows in verify.verify(steps, kernels):
+        assert len(rows) >= 7
         for row in rows:
             assert row.passed, row
             assert row.skipped is None, row
-            assert row.op.split()[0] == op
 
 
 def test_steps_follow_the_manifest_and_the_arguments():

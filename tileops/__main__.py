@@ -14,7 +14,7 @@ except ModuleNotFoundError:
         "python -m pip install psutil pydantic pyyaml rich typer"
     )
 
-from tileops.cli import machine, workloads  # noqa: E402, F401  (each adds its commands)
+from tileops.cli import bench, machine, verify, warmup  # noqa: E402, F401  (each adds its commands)
 from tileops.cli.app import app  # noqa: E402
 
 if __name__ == "__main__":

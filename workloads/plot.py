@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from io import BytesIO
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -19,8 +20,8 @@ def panels(report: Report) -> list[tuple[str, str, str]]:
     return list(dict.fromkeys((row.case, row.op, row.routing) for row in report.rows))
 
 
-def draw(report: Report, path: Path) -> None:
-    """Write a PNG or, by its suffix, another format that matplotlib knows.
+def draw(report: Report, file: Path | BytesIO) -> None:
+    """Write a PNG or, by a path's suffix, another format that matplotlib knows.
 
     Raises:
         ValueError: If no row of the report has a time, or the suffix is of no known format.
@@ -70,7 +71,7 @@ def draw(report: Report, path: Path) -> None:
         for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
     }
     figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(handles))
-    figure.savefig(path, dpi=150)
+    figure.savefig(file, dpi=150)
 
 
 def _key(row) -> tuple[str, str, str]:
