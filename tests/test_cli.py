@@ -115,6 +115,6 @@ def test_without_its_extra_the_command_says_what_to_install(package):
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 1
     assert result.stderr.splitlines() == [
-        "the command line needs more packages: "
+        f"the command line needs more packages, {package} for one: "
         "python -m pip install psutil pydantic pyyaml rich typer"
     ]

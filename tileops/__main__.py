@@ -8,10 +8,10 @@ try:
     import rich  # noqa: F401
     import typer  # noqa: F401
     import yaml  # noqa: F401
-except ModuleNotFoundError:
+except ModuleNotFoundError as error:
     sys.exit(
-        "the command line needs more packages: "
-        "python -m pip install psutil pydantic pyyaml rich typer"
+        f"the command line needs more packages, {error.name} for one: "
+        f"python -m pip install psutil pydantic pyyaml rich typer"
     )
 
 from tileops.cli import bench, machine, verify, warmup  # noqa: E402, F401  (each adds its commands)
