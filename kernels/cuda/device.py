@@ -20,6 +20,7 @@ UNCHECKED = {tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True}
 """For kernels that check their own bounds."""
 
 _H200_MULTIPROCESSORS = 132
+_NOTHING = nullcontext()
 
 
 @cache
@@ -46,7 +47,9 @@ def sm_count(device: torch.device) -> int:
 
 def current(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which a CUDA device is the current one: launch under it."""
-    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
+    if device.type == "cpu" or device.index == torch.cuda.current_device():
+        return _NOTHING  # switching costs more than looking
+    return torch.cuda.device(device)
 
 
 @cache
@@ -86,15 +89,16 @@ def wrong_device(x: torch.Tensor) -> str | None:
 
 def aligned(*tensors: torch.Tensor) -> bool:
     """Return whether all rows start on a 16-byte word."""
-    return all(
-        x.data_ptr() % 16 == 0
-        and not any(
-            size > 1 and step * x.element_size() % 16
-            for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True)
-        )
-        for x in tensors
-        if x.numel()
-    )
+    for x in tensors:
+        if not x.numel():
+            continue
+        if x.data_ptr() % 16:
+            return False
+        vector = 16 // x.element_size()
+        for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+            if step % vector and size > 1:
+                return False
+    return True
 
 
 def misplaced(name: str, x: torch.Tensor) -> str | None:

@@ -65,6 +65,8 @@ def build_copy():
             owned = T.alloc_var(T.int32)
             pending = T.alloc_var(T.int32)
 
+            T.pdl_sync()
+            T.pdl_trigger()
             if block >= clear_blocks:
                 slices = T.ceildiv(width, COPY_THREADS * WORDS)
                 token = T.truncdiv(block - clear_blocks, slices)

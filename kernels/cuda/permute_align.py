@@ -1,11 +1,11 @@
 """Permute-align: the routes sorted by expert in padded blocks, for GEMMs that gather their rows.
 
 The kernels are those of `place_routes`, in the form that writes the route of each row:
-one launch, or two when the routes are more than one block takes.
+one launch, or two when the routes are more than a cluster takes.
 """
 
 from tileops.kernels.cuda.device import current, wrong_device
-from tileops.kernels.cuda.place_routes import build_place, count_chunks
+from tileops.kernels.cuda.place_routes import align
 from tileops.moe.permute_align import align_shapes
 
 
@@ -24,19 +24,5 @@ def moe_permute_align_fwd(topk_ids, num_experts, block_size, *, target):
     )
     slots, experts, count = (topk_ids.new_empty(n) for n in (num_slots, num_blocks, 1))
     with current(topk_ids.device):
-        counts, *split = count_chunks(topk_ids, num_experts)
-        build_place(True)(
-            topk_ids,
-            counts,
-            None,
-            None,
-            None,
-            slots,
-            experts,
-            count,
-            num_experts,
-            *split,
-            block_size,
-            0,
-        )
+        align(topk_ids, (slots, experts, count), block_size, num_experts)
     return slots, experts, count

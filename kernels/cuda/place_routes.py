@@ -1,7 +1,9 @@
 """Give every route its row among those of its expert, stably: for the permute and the align op.
 
-`build_count` counts the routes of each expert in each chunk of the batch, where one block does not
-hold all; `build_place` turns the counts into segments and rows. No size is compiled in.
+A small batch takes one launch: every block counts the routes of each expert in one chunk of the
+batch, the blocks of a cluster tell each other, and a block places its part of its chunk. The
+clusters count the same, which costs less than to wait for each other. For a larger batch
+`build_count` counts each chunk once, before the chunks are placed. No size is compiled in.
 """
 
 import tilelang
@@ -10,15 +12,24 @@ import tilelang.language as T
 from tileops.kernels.cuda.device import UNCHECKED, jit
 
 WARP = 32
-PLACE_WARPS = 16
-PLACE_THREADS = PLACE_WARPS * WARP
-WINDOW = 1024
-"""Experts whose counters fit in shared memory; more experts take several passes."""
+THREADS = 512
+WARPS = THREADS // WARP
+WINDOW = THREADS
+"""Experts whose counters fit in shared memory, one a thread; more experts take several passes."""
 BATCH = 4
-"""Ids that a thread loads before it uses the first."""
-ONE_BLOCK_ROUTES = 4096
-MIN_CHUNK = 1024
-MAX_CHUNKS = 64
+"""Ids that a thread holds at once."""
+TILE = BATCH * THREADS
+COUNT_BATCH = 8
+"""Ids that a thread counts at once."""
+ALONE = 4096
+"""Routes that every block counts by itself at most."""
+CLUSTER = 8
+PARTS = 16
+"""Blocks that share a chunk of a small batch."""
+TOGETHER = CLUSTER * PARTS * THREADS
+"""Routes of which every block has one a thread at most."""
+MIN_CHUNK = 2048
+MAX_CHUNKS = 128
 
 # Barriers are placed by hand: which counter is touched depends on data, so the automatic pass would
 # put one around every access.
@@ -28,20 +39,91 @@ CONFIG = {
     tilelang.PassConfigKey.TL_DISABLE_SHARED_MEMORY_REUSE: True,
 }
 
+MAIL = r"""
+__device__ __forceinline__ unsigned address_of(const void* place) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(place));
+}
+
+__device__ __forceinline__ void open_mail(const void* barrier, int bytes) {
+  asm volatile(
+      "mbarrier.init.shared::cta.b64 [%0], 1;\n"
+      "fence.mbarrier_init.release.cluster;\n"
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n"
+      :: "r"(address_of(barrier)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void send_mail(
+    const int* place, const void* barrier, int block, int a, int b, int c, int d) {
+  asm volatile(
+      "{\n.reg .b32 place, barrier;\n"
+      "mapa.shared::cluster.u32 place, %0, %2;\n"
+      "mapa.shared::cluster.u32 barrier, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"
+      " [place], {%3, %4, %5, %6}, [barrier];\n}\n"
+      :: "r"(address_of(place)), "r"(address_of(barrier)), "r"(block), "r"(a), "r"(b), "r"(c),
+      "r"(d) : "memory");
+}
+
+__device__ __forceinline__ void await_mail(const void* barrier) {
+  asm volatile(
+      "{\n.reg .pred arrived;\nagain:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 arrived, [%0], 0;\n"
+      "@!arrived bra again;\n}\n"
+      :: "r"(address_of(barrier)) : "memory");
+}
+"""
+"""Write 16 bytes of shared memory of each block of the cluster, at the same place as in this one.
+
+The barrier, used once, counts the bytes that arrive: a barrier of the whole cluster would first
+wait until all writes of the block, those to global memory too, had come through.
+"""
+
 
 @T.macro
-def load_ids(experts, ids, first, step, end, top_k, low, high):
-    """Set ``experts`` to those of routes ``first, first + step...``, minus ``low``.
+def load_ids(experts, number, ids, id_stride, first, step, end, top_k):
+    """Set ``number`` experts to those of routes ``first, first + step...``, -1 from ``end`` on."""
+    if id_stride == T.Cast(T.int64, top_k):
+        for j in T.unroll(number):
+            experts[j] = -1
+            if first + j * step < end:
+                experts[j] = ids[0, first + j * step]
+    else:
+        for j in T.unroll(number):
+            experts[j] = -1
+            if first + j * step < end:
+                token = T.truncdiv(first + j * step, top_k)
+                experts[j] = ids[token, first + j * step - token * top_k]
 
-    A route at or past ``end``, or whose expert is outside ``[low, high)``, gets -1.
-    """
-    for j in T.unroll(BATCH):
-        experts[j] = -1
-        if first + j * step < end:
-            token = T.truncdiv(first + j * step, top_k)
-            experts[j] = ids[token, first + j * step - token * top_k]
-    for j in T.unroll(BATCH):
+
+@T.macro
+def keep_window(experts, number, low, high):
+    """Count ``experts`` from ``low``; one outside ``[low, high)`` becomes -1."""
+    for j in T.unroll(number):
         experts[j] = T.Select(T.And(experts[j] >= low, experts[j] < high), experts[j] - low, -1)
+
+
+@T.macro
+def match(peers: T.Ref, expert):
+    """Set ``peers`` to the lanes of the same expert, if that is none of the window's, garbage.
+
+    A vote for each bit takes a fraction of the time of the instruction that compares all lanes.
+    """
+    peers = T.Cast(T.int32, T.ballot(expert >= 0))
+    for i in T.unroll(WINDOW.bit_length() - 1):
+        bit = (expert >> i) & 1
+        peers = peers & (T.Cast(T.int32, T.ballot(bit != 0)) ^ (bit - 1))
+
+
+@T.macro
+def fill(written, first, end, step, value):
+    """Write ``value`` at ``first, first + step...`` below ``end``; most loops end at once."""
+    place = T.alloc_var(T.int32)
+    place = first
+    for _ in T.unroll(end, unroll_factor=1):
+        if place >= end:
+            T.loop_break()
+        written[place] = value
+        place = place + step
 
 
 @jit(pass_configs=CONFIG)
@@ -59,56 +141,61 @@ def build_count():
         counts: T.Tensor[(chunks, num_experts), T.int32],
         chunk: T.int32,
     ):
-        with T.Kernel(chunks, threads=PLACE_THREADS) as block:
+        with T.Kernel(chunks, threads=THREADS) as block:
             thread = T.get_thread_binding()
             seen = T.alloc_shared((WINDOW,), T.int32)
             experts = T.alloc_local((BATCH,), T.int32)
             end = T.min((block + 1) * chunk, num_tokens * top_k)
+            T.pdl_sync()
+            T.pdl_trigger()
             for window in T.serial(T.ceildiv(num_experts, WINDOW)):
                 low = window * WINDOW
                 high = T.min(low + WINDOW, num_experts)
-                for i in T.unroll(WINDOW // PLACE_THREADS):
-                    seen[i * PLACE_THREADS + thread] = 0
+                seen[thread] = 0
                 T.sync_threads()
-                for i in T.serial(T.ceildiv(chunk, BATCH * PLACE_THREADS)):
-                    first = block * chunk + i * BATCH * PLACE_THREADS + thread
-                    load_ids(experts, ids, first, PLACE_THREADS, end, top_k, low, high)
+                for i in T.serial(T.ceildiv(chunk, TILE)):
+                    first = block * chunk + i * TILE + thread
+                    load_ids(experts, BATCH, ids, id_stride, first, THREADS, end, top_k)
+                    keep_window(experts, BATCH, low, high)
                     for j in T.unroll(BATCH):
                         if experts[j] >= 0:
                             T.atomic_add(seen[experts[j]], 1)
                 T.sync_threads()
-                for i in T.unroll(WINDOW // PLACE_THREADS):
-                    slot = i * PLACE_THREADS + thread
-                    if low + slot < high:
-                        counts[block, low + slot] = seen[slot]
-                T.sync_threads()
+                if low + thread < high:
+                    counts[block, low + thread] = seen[thread]
 
     return count_routes
 
 
 @jit(pass_configs=CONFIG)
-def build_place(inverted: bool):
+def build_place(written: str, cluster: int):
     """Build the kernel that gives every route its row and every expert its segment.
 
-    A warp takes a run of its chunk's routes in order, 32 at a time. Its counters start at the row
-    of its first route to each expert, so the row of a route is the counter plus its rank among the
-    routes of the same expert in the same 32. Every block works all segments out, which costs less
-    than another launch would.
+    A block takes a part of a chunk of the routes, in tiles that its threads hold in registers, and
+    a warp a run of a tile in order, 32 at a time: the rank of a route is that among the routes of
+    the same expert in the same 32, plus how many the warp saw before. Every block works all
+    segments out, which costs less than another launch would.
 
-    T tokens, K routes a token, E experts. ``counts`` is read only with several chunks. ``max_m`` is
-    0 in a contiguous layout.
+    T tokens, K routes a token, E experts. ``max_m`` is 0 in a contiguous layout.
 
     Args:
-        inverted: Whether the rows' routes are written, not the routes' rows: ``slots``, the number
-            of routes in a row that none owns; ``block_experts``, the expert of each run of
-            ``alignment`` rows, E past the last segment; and ``num_rows``, where that ends. The
-            others are ``inverse``; ``segment_end`` and ``valid_end``, the rows where the segment of
-            an expert ends with and without its padding. Of a slab only ``valid_end`` is written, as
-            a count. The tensors of the other kind are None.
+        written: ``"rows"``: ``inverse``, the row of each route; ``segment_end`` and ``valid_end``,
+            where the segment of an expert ends with and without its padding. Of a slab only
+            ``valid_end`` is written, as a count. ``"sources"``: also ``sources``, the token of each
+            row that a route owns. ``"slots"``: ``slots``, the route of each row, the number of
+            routes where none owns it; ``block_experts``, the expert of each run of ``alignment``
+            rows, E past the last segment; and ``num_rows``, where that ends. Tensors that are not
+            written are None.
+        cluster: How many chunks the blocks of a cluster count, at most `WINDOW` experts; a part is
+            a tile at most. Or 0: a part is a chunk, which `build_count` has counted in ``counts``.
     """
     num_tokens, top_k, experts_written, num_counts = T.dynamic("T, K, E, N")
-    num_slots, num_blocks = T.dynamic("S, B")
+    num_slots, num_blocks, num_sources = T.dynamic("S, B, R")
     id_stride = T.dynamic("id_stride", T.int64)
+    counted = cluster == 0
+    inverted = written == "slots"
+    batch, tile_size = (BATCH, TILE) if counted else (1, THREADS)
+    launch = {"cluster_dims": cluster, "prelude": MAIL} if cluster > 1 else {}
 
     @T.prim_func
     def place_routes(
@@ -117,172 +204,281 @@ def build_place(inverted: bool):
         inverse: T.Tensor[(num_tokens * top_k,), T.int32],
         segment_end: T.Tensor[(experts_written,), T.int32],
         valid_end: T.Tensor[(experts_written,), T.int32],
+        sources: T.Tensor[(num_sources,), T.int32],
         slots: T.Tensor[(num_slots,), T.int32],
         block_experts: T.Tensor[(num_blocks,), T.int32],
         num_rows: T.Tensor[(1,), T.int32],
         num_experts: T.int32,
-        chunks: T.int32,
+        blocks: T.int32,
         chunk: T.int32,
+        part: T.int32,
         alignment: T.int32,
         max_m: T.int32,
+        expert_bits: T.int32,
     ):
-        with T.Kernel(chunks, threads=PLACE_THREADS) as block:
+        with T.Kernel(blocks, threads=THREADS, **launch) as block:
+            T.annotate_min_blocks_per_sm(2)
             thread = T.get_thread_binding()
             lane = thread % WARP
             warp = thread // WARP
-            rows = T.alloc_shared((PLACE_WARPS, WINDOW), T.int32)
+            # how many routes of each expert the warps before this one saw in the tile
+            rows = T.alloc_shared((WARPS, WINDOW), T.int32)
+            bases = T.alloc_shared((WINDOW,), T.int32)
+            warp_sums = T.alloc_shared((WARP,), T.int32)
+            # how many routes of each expert there are before this block's, and from there on
+            seen = T.alloc_shared((2, WINDOW), T.int32)
             if inverted:
                 firsts = T.alloc_shared((WINDOW,), T.int32)
+                lasts = T.alloc_shared((WINDOW,), T.int32)
                 ends = T.alloc_shared((WINDOW,), T.int32)
-            warp_sums = T.alloc_shared((PLACE_WARPS,), T.int32)
-            experts = T.alloc_local((BATCH,), T.int32)
+            if cluster > 1:
+                totals = T.alloc_shared((cluster, WINDOW), T.int32)
+                mail = T.alloc_shared((1,), T.uint64)
+            experts = T.alloc_local((batch,), T.int32)
+            ranks = T.alloc_local((batch,), T.int32)
+            others = T.alloc_local((COUNT_BATCH,), T.int32)
+            sent = T.alloc_local((4,), T.int32)
             total = T.alloc_var(T.int32)
             before = T.alloc_var(T.int32)
+            within = T.alloc_var(T.int32)
             length = T.alloc_var(T.int32)
             row = T.alloc_var(T.int32)
+            next_row = T.alloc_var(T.int32)
+            peers = T.alloc_var(T.int32)
             rank = T.alloc_var(T.int32)
             count = T.alloc_var(T.int32)
+            first = T.alloc_var(T.int32)
+            end = T.alloc_var(T.int32)
             start = T.alloc_var(T.int32)
+            active = T.alloc_var(T.int32)
+            slot = T.alloc_var(T.int32)
 
-            run = T.ceildiv(chunk, PLACE_THREADS) * WARP
-            run_first = block * chunk + warp * run
-            run_end = T.min(T.min(run_first + run, (block + 1) * chunk), num_tokens * top_k)
+            num_routes = num_tokens * top_k
+            place = block if counted else block % cluster
+            chunk_end = T.min((place + 1) * chunk, num_routes)
+            part_first = place * chunk if counted else place * chunk + block // cluster * part
+            run = T.ceildiv(T.min(part, tile_size), THREADS) * WARP
+            active = T.truncdiv(T.min(part, tile_size) + run - 1, run)
             start = 0
-            for window in T.serial(T.ceildiv(num_experts, WINDOW)):
+            if cluster > 1:
+                quads = T.ceildiv(num_experts, 4)
+                if thread == 0:
+                    T.call_extern("void", "open_mail", T.address_of(mail[0]), cluster * quads * 16)
+                T.cluster_arrive_relaxed()
+            for window in T.serial(T.ceildiv(num_experts, WINDOW) if counted else 1):
                 low = window * WINDOW
                 high = T.min(low + WINDOW, num_experts)
-
-                # Routes of each expert in each warp's run.
-                for i in T.serial(T.ceildiv(high - low, PLACE_THREADS)):
-                    for w in T.unroll(PLACE_WARPS):
-                        rows[w, i * PLACE_THREADS + thread] = 0
-                T.sync_threads()
-                for i in T.serial(T.ceildiv(run, BATCH * WARP)):
-                    first = run_first + i * BATCH * WARP + lane
-                    load_ids(experts, ids, first, WARP, run_end, top_k, low, high)
-                    for j in T.unroll(BATCH):
-                        if experts[j] >= 0:
-                            T.atomic_add(rows[warp, experts[j]], 1)
-                T.sync_threads()
-
-                # An expert a thread: its routes in all, and in the chunks before this one.
-                for i in T.serial(T.ceildiv(high - low, PLACE_THREADS)):
-                    slot = i * PLACE_THREADS + thread
-                    total = 0
-                    before = 0
-                    if low + slot < high:
-                        if chunks == 1:
-                            for w in T.unroll(PLACE_WARPS):
-                                total = total + rows[w, slot]
-                        else:
-                            for c in T.unroll(chunks, unroll_factor=8):
-                                count = counts[c * num_experts + low + slot]
-                                total = total + count
-                                before = before + T.Select(c < block, count, 0)
-                    length = T.truncdiv(total + alignment - 1, alignment) * alignment
-                    # Sum of the lengths up to here: within the warp, then over the warps before it.
-                    row = length
-                    for shift in T.unroll(5):
-                        other = T.shfl_up(row, 1 << shift)
-                        row = row + T.Select(lane >= (1 << shift), other, 0)
-                    if lane == WARP - 1:
-                        warp_sums[warp] = row
-                    T.sync_threads()
-                    row = row + start - length
-                    for w in T.unroll(PLACE_WARPS):
-                        row = row + T.Select(w < warp, warp_sums[w], 0)
-                        start = start + warp_sums[w]
-                    if low + slot < high:
-                        if max_m > 0:
-                            row = (low + slot) * max_m
-                        if inverted:
-                            firsts[slot] = row
-                            ends[slot] = row + total
-                        elif block == 0:
-                            if max_m > 0:
-                                valid_end[low + slot] = T.min(total, max_m)
-                            else:
-                                valid_end[low + slot] = row + total
-                                segment_end[low + slot] = row + length
-                        row = row + before
-                        for w in T.unroll(PLACE_WARPS):
-                            count = rows[w, slot]
-                            rows[w, slot] = row
-                            row = row + count
-                    T.sync_threads()
-
-                for i in T.serial(T.ceildiv(run, BATCH * WARP)):
-                    first = run_first + i * BATCH * WARP + lane
-                    load_ids(experts, ids, first, WARP, run_end, top_k, low, high)
-                    for j in T.unroll(BATCH):
-                        if first - lane + j * WARP < run_end:
-                            peers = T.reinterpret(T.match_any_sync(experts[j]), T.int32)
+                seen[0, thread] = 0
+                seen[1, thread] = 0
+                for tile in T.serial(T.ceildiv(part, TILE) if counted else 1):
+                    if warp < active:
+                        for i in T.unroll(WINDOW // (4 * WARP)):
+                            if i * 4 * WARP < high - low:
+                                for v in T.vectorized(4):
+                                    rows[warp, (i * WARP + lane) * 4 + v] = 0
+                    if counted:
+                        T.sync_warp()
+                    else:
+                        T.sync_threads()
+                        T.pdl_sync()
+                        T.pdl_trigger()
+                    first = part_first + tile * TILE + warp * run + lane
+                    end = T.min(T.min(part_first + part, chunk_end), first - lane + run)
+                    load_ids(experts, batch, ids, id_stride, first, WARP, end, top_k)
+                    if not counted:
+                        for i in T.serial(T.ceildiv(chunk, COUNT_BATCH * THREADS)):
+                            route = place * chunk + i * COUNT_BATCH * THREADS + thread
+                            load_ids(
+                                others,
+                                COUNT_BATCH,
+                                ids,
+                                id_stride,
+                                route,
+                                THREADS,
+                                chunk_end,
+                                top_k,
+                            )
+                            keep_window(others, COUNT_BATCH, low, high)
+                            for j in T.unroll(COUNT_BATCH):
+                                if others[j] >= 0:
+                                    later = T.Cast(T.int32, route + j * THREADS >= part_first)
+                                    T.atomic_add(seen[later, others[j]], 1)
+                    # The ranks within each warp's run.
+                    keep_window(experts, batch, low, high)
+                    for j in T.unroll(batch):
+                        if j * WARP < run:
+                            match(peers, experts[j])
                             rank = T.call_extern(T.int32, "__popc", peers & ((-1 << lane) ^ -1))
                             count = T.call_extern(T.int32, "__popc", peers)
-                            row = -1
                             if experts[j] >= 0:
-                                row = rows[warp, experts[j]] + rank
+                                ranks[j] = rows[warp, experts[j]] + rank
                             T.sync_warp()
                             if experts[j] >= 0 and rank == 0:
-                                rows[warp, experts[j]] = row + count
+                                rows[warp, experts[j]] = ranks[j] + count
                             T.sync_warp()
+                    T.sync_threads()
+
+                    if cluster > 1:
+                        T.cluster_wait()
+                        for i in T.unroll(cluster // 4):
+                            quad = (i * THREADS + thread) // cluster
+                            if quad < quads:
+                                for v in T.unroll(4):
+                                    sent[v] = seen[0, quad * 4 + v] + seen[1, quad * 4 + v]
+                                T.call_extern(
+                                    "void",
+                                    "send_mail",
+                                    T.address_of(totals[place, quad * 4]),
+                                    T.address_of(mail[0]),
+                                    thread % cluster,
+                                    sent[0],
+                                    sent[1],
+                                    sent[2],
+                                    sent[3],
+                                )
+                    # An expert a thread, from here to the next barrier but one.
+                    within = 0
+                    if low + thread < high:
+                        for w in T.unroll(active, unroll_factor=8):
+                            count = rows[w, thread]
+                            rows[w, thread] = within
+                            within = within + count
+                    if tile == 0:
+                        # Its routes in all, and in the chunks before this one.
+                        if counted:
+                            total = 0
+                            before = 0
+                            if window == 0:
+                                # The ids were there before the counting, which has let this launch
+                                # start early only then.
+                                T.pdl_sync()
+                                T.pdl_trigger()
+                            slot = thread & ((1 << expert_bits) - 1)
+                            group = thread >> expert_bits
+                            group_bits = THREADS.bit_length() - 1 - expert_bits
+                            groups = 1 << group_bits
+                            if low + slot < high:
+                                steps = (blocks - group + groups - 1) >> group_bits
+                                for i in T.unroll(steps, unroll_factor=16):
+                                    c = (i << group_bits) + group
+                                    count = counts[c * num_experts + low + slot]
+                                    total = total + count
+                                    before = before + T.Select(c < block, count, 0)
+                                T.atomic_add(seen[0, slot], before)
+                                T.atomic_add(seen[1, slot], total - before)
+                            T.sync_threads()
+                        before = seen[0, thread]
+                        total = before + seen[1, thread]
+                        if cluster > 1:
+                            T.call_extern("void", "await_mail", T.address_of(mail[0]))
+                            if thread < high:
+                                total = 0
+                                for c in T.unroll(cluster):
+                                    count = totals[c, thread]
+                                    total = total + count
+                                    before = before + T.Select(c < place, count, 0)
+                        length = T.truncdiv(total + alignment - 1, alignment)
+                        # Sum of the lengths before: within the warp, then over the warps before it.
+                        row = length
+                        for shift in T.unroll(5):
+                            other = T.shfl_up(row, 1 << shift)
+                            row = row + T.Select(lane >= (1 << shift), other, 0)
+                        if lane == WARP - 1:
+                            warp_sums[warp] = row
+                        T.sync_threads()
+                        count = T.Select(lane < WARPS, warp_sums[lane], 0)
+                        row = row - length + start
+                        row = row + T.warp_reduce_sum(T.Select(lane < warp, count, 0))
+                        start = start + T.warp_reduce_sum(count)
+                        if inverted:
+                            if low + thread < high:
+                                firsts[thread] = row
+                                lasts[thread] = row + length
+                                ends[thread] = row * alignment + total
+                            row = row * alignment
+                        else:
+                            row = row * alignment
+                            if low + thread < high:
+                                if max_m > 0:
+                                    row = (low + thread) * max_m
+                                if block == 0 and max_m > 0:
+                                    valid_end[low + thread] = T.min(total, max_m)
+                                if block == 0 and max_m == 0:
+                                    valid_end[low + thread] = row + total
+                                    segment_end[low + thread] = row + length * alignment
+                        next_row = row + before
+                    bases[thread] = next_row
+                    next_row = next_row + within
+                    T.sync_threads()
+
+                    for j in T.unroll(batch):
+                        route = first + j * WARP
+                        row = -1
+                        if experts[j] >= 0:
+                            row = bases[experts[j]] + rows[warp, experts[j]] + ranks[j]
                             if max_m > 0 and row >= (low + experts[j] + 1) * max_m:
                                 row = -1
-                            if inverted:
-                                if row >= 0:
-                                    slots[row] = first + j * WARP
+                        if inverted:
+                            if row >= 0:
+                                slots[row] = route
+                        else:
                             # The first pass drops what a later one may still place.
-                            elif (experts[j] >= 0 or window == 0) and first + j * WARP < run_end:
-                                inverse[first + j * WARP] = row
+                            if (experts[j] >= 0 or window == 0) and route < end:
+                                inverse[route] = row
+                            if written == "sources" and row >= 0:
+                                sources[row] = T.truncdiv(route, top_k)
+                    T.sync_warp()
                 if inverted:
                     # An expert a warp: its filler and its blocks.
-                    for i in T.serial(T.ceildiv(high - low, chunks * PLACE_WARPS)):
-                        slot = (i * chunks + block) * PLACE_WARPS + warp
-                        if low + slot < high:
-                            row = ends[slot] + lane
-                            count = T.ceildiv(ends[slot], alignment)
-                            while row < count * alignment:
-                                slots[row] = num_tokens * top_k
-                                row = row + WARP
-                            row = T.truncdiv(firsts[slot], alignment) + lane
-                            while row < count:
-                                block_experts[row] = low + slot
-                                row = row + WARP
-                T.sync_threads()
+                    slot = block * WARPS + warp
+                    while low + slot < high:
+                        count = lasts[slot]
+                        fill(slots, ends[slot] + lane, count * alignment, WARP, num_routes)
+                        fill(block_experts, firsts[slot] + lane, count, WARP, low + slot)
+                        slot = slot + blocks * WARPS
 
             if inverted:
-                row = start + block * PLACE_THREADS + thread
-                while row < num_slots:
-                    slots[row] = num_tokens * top_k
-                    row = row + chunks * PLACE_THREADS
-                row = T.truncdiv(start, alignment) + block * PLACE_THREADS + thread
-                while row < num_blocks:
-                    block_experts[row] = num_experts
-                    row = row + chunks * PLACE_THREADS
+                row = block * THREADS + thread
+                fill(slots, start * alignment + row, num_slots, blocks * THREADS, num_routes)
+                fill(block_experts, start + row, num_blocks, blocks * THREADS, num_experts)
                 if block == 0 and thread == 0:
-                    num_rows[0] = start
+                    num_rows[0] = start * alignment
 
     return place_routes
 
 
-def count_chunks(ids, num_experts: int):
-    """Split the routes into chunks and count each expert's routes in each, if there are several.
-
-    Returns:
-        ``counts`` int32 (empty for one chunk), the number of chunks, and the routes of a chunk.
-    """
-    num_routes = ids.shape[0] * ids.shape[1]
-    if num_routes <= ONE_BLOCK_ROUTES:
-        return ids.new_empty(0), 1, num_routes
+def split_routes(num_routes: int, num_experts: int) -> tuple[int, int, int, int]:
+    """Return the cluster that counts so many routes, 0 for none, the blocks, a chunk and a part."""
+    if num_experts <= WINDOW and num_routes <= TOGETHER:
+        cluster = 1 if num_routes <= ALONE else CLUSTER
+        chunk = max(-(-num_routes // cluster), 1)
+        return cluster, cluster * PARTS, chunk, -(-chunk // PARTS)
     chunk = max(MIN_CHUNK, -(-num_routes // MAX_CHUNKS))
-    chunks = -(-num_routes // chunk)
-    counts = ids.new_empty((chunks, num_experts))
-    build_count()(ids, counts, chunk)
-    return counts.view(-1), chunks, chunk
+    return 0, max(-(-num_routes // chunk), 1), chunk, chunk
 
 
-def place(ids, alignment: int, max_m: int, num_experts: int):
+def launch(ids, tensors, alignment: int, max_m: int, num_experts: int, written: str) -> None:
+    """Place the routes into ``tensors``, the seven of `build_place` that it may write."""
+    cluster, blocks, chunk, part = split_routes(ids.shape[0] * ids.shape[1], num_experts)
+    counts = None
+    if cluster == 0:
+        counts = ids.new_empty((blocks, num_experts))
+        build_count()(ids, counts, chunk)
+        counts = counts.view(-1)
+    expert_bits = min(max((num_experts - 1).bit_length(), 5), WINDOW.bit_length() - 1)
+    split = num_experts, blocks, chunk, part, alignment, max_m, expert_bits
+    build_place(written, cluster)(ids, counts, *tensors, *split)
+
+
+def place(ids, alignment: int, max_m: int, num_experts: int, sources=None):
     """Give every route its row; ``max_m`` is 0 in a contiguous layout.
+
+    Args:
+        ids: int32 ``[T, K]``.
+        alignment: What the rows of a segment are rounded up to.
+        max_m: Rows of a slab, or 0.
+        num_experts: E.
+        sources: Gets the token of each row that a route owns, if given: int32, as long as the rows.
 
     Returns:
         ``inverse`` ``[T * K]``, the row of each route or -1; ``segment_end`` ``[E]``, where the
@@ -292,9 +488,12 @@ def place(ids, alignment: int, max_m: int, num_experts: int):
     inverse = ids.new_empty(ids.shape[0] * ids.shape[1])
     valid_end = ids.new_empty(num_experts)
     segment_end = valid_end if max_m else ids.new_empty(num_experts)
-    counts, *split = count_chunks(ids, num_experts)
-    written = inverse, segment_end, valid_end
-    build_place(False)(
-        ids, counts, *written, None, None, None, num_experts, *split, alignment, max_m
-    )
-    return written
+    tensors = inverse, segment_end, valid_end, sources, None, None, None
+    written = "rows" if sources is None else "sources"
+    launch(ids, tensors, alignment, max_m, num_experts, written)
+    return inverse, segment_end, valid_end
+
+
+def align(ids, tensors, alignment: int, num_experts: int) -> None:
+    """Write the route of every row, the expert of every block and the number of rows."""
+    launch(ids, (None, None, None, None, *tensors), alignment, 0, num_experts, "slots")

@@ -52,6 +52,8 @@ def build(row_dtype: str, out_dtype: str):
             result_words = T.alloc_local((out_words,), T.uint32)
             result = T.view(result_words, (COLUMNS,), out_dtype)
 
+            T.pdl_sync()
+            T.pdl_trigger()
             slices = T.ceildiv(hidden, THREADS * COLUMNS)
             token = T.truncdiv(block, slices)
             column = (block - token * slices) * THREADS * COLUMNS

@@ -1,7 +1,8 @@
 """Top-k routing: scores, group limits, selection and weights of a token by one warp, one launch.
 
 An expert is ranked by an int32 key that orders like its float32 score, so that NaN has a defined
-place and a warp finds its best key in one instruction; the smallest expert id settles ties. A group
+place and a warp finds its best key in one instruction; the smallest expert id settles ties. It
+stands below the key: in the same word where logits of 16 bits leave room, else in one more. A group
 of experts is shared by a run of neighbouring lanes, so its score takes a few shuffles.
 """
 
@@ -14,10 +15,17 @@ WARP = 32
 WARPS_PER_BLOCK = 4
 MAX_SLOTS = 64
 """Keys that a lane holds in registers at most; above, every round reads the logits again."""
+SORTED_SLOTS = 16
+"""Keys that a lane sorts at most: then a round of the selection takes the first and moves the rest
+up. Sorting more costs more than looking for the best of them in each round."""
+ID_BITS = 12
+"""Bits of an expert in a packed key: enough for `MAX_SLOTS` and never all zero; a float16 has 13
+to spare."""
 
 NO_KEY = 1 - 2**31
 NAN_KEY = NO_KEY + 1
 LAST = 2**31 - 1
+NAN = float("nan")
 
 
 @T.macro
@@ -34,6 +42,16 @@ def rank_key(value):
 def key_value(key):
     """Invert `rank_key`. The key of a NaN, and that of no expert, give a NaN."""
     return T.reinterpret(key ^ ((key >> 31) & 0x7FFFFFFF), T.float32)
+
+
+@T.macro
+def rank_value(rank, packed: bool):
+    """Return the score of an int32 rank, whose low bits hold an id if it is ``packed``."""
+    if packed:
+        rest = rank & (-1 << ID_BITS)
+        return T.reinterpret(rest ^ ((rest >> 31) & (LAST ^ ((1 << ID_BITS) - 1))), T.float32)
+    else:
+        return key_value(rank)
 
 
 @T.macro
@@ -110,17 +128,24 @@ def write_batch(weights, ids, token, k, top_k, chosen, score: T.Ref, total: T.Re
 
 
 @T.macro
+def scale_weight(weights, token, k, top_k, score: T.Ref, total, renormalize, factor):
+    """Write the k-th weight of a token from what it is before renormalising and scaling."""
+    if k < top_k:
+        if renormalize != 0:
+            score = T.Select(total == 0, T.float32(0), score / total)
+        weights[token, k] = score * factor
+
+
+@T.macro
 def write_weights(weights, token, lane, top_k, score: T.Ref, total, renormalize, factor):
     """Scale the weights of a token, those of its last batch first: they are still in ``score``."""
     batches = T.ceildiv(top_k, WARP)
-    for i in T.serial(batches):
-        k = (batches - 1 - i) * WARP + lane
-        if k < top_k:
-            if i > 0:
-                score = weights[token, k]
-            if renormalize != 0:
-                score = T.Select(total == 0, T.float32(0), score / total)
-            weights[token, k] = score * factor
+    scale_weight(
+        weights, token, (batches - 1) * WARP + lane, top_k, score, total, renormalize, factor
+    )
+    for i in T.serial(batches - 1):
+        score = weights[token, i * WARP + lane]
+        scale_weight(weights, token, i * WARP + lane, top_k, score, total, renormalize, factor)
 
 
 @T.macro
@@ -171,20 +196,93 @@ def pick(keys, match, found, first, lane_bits, slots: int, top: T.Ref, winner: T
         keys[i] = T.Select(i == slot, NO_KEY, keys[i])
 
 
+def sorting_network(size: int) -> list[tuple[int, int]]:
+    """Return the comparisons of Batcher's odd-even merge sort of ``size`` keys, a power of two."""
+    pairs = []
+    run = 1
+    while run < size:
+        step = run
+        while step:
+            pairs += [
+                (i, i + step)
+                for j in range(step % run, size - step, 2 * step)
+                for i in range(j, j + step)
+                if i // (2 * run) == (i + step) // (2 * run)
+            ]
+            step //= 2
+        run *= 2
+    return pairs
+
+
+@T.macro
+def make_key(score, expert, slot: int, scoring: str, packed: bool):
+    """Return a key that is unique in its lane: of equal scores the lower expert's is higher."""
+    rank = T.alloc_var(T.int32)
+    if scoring == "sigmoid":  # no score is negative
+        rank = T.Select(T.isnan(score), NAN_KEY, T.reinterpret(score, T.int32))
+    else:
+        rank = rank_key(score)
+    if packed:
+        return (rank & (-1 << ID_BITS)) | ((1 << ID_BITS) - 1 - expert)
+    else:
+        return (T.Cast(T.int64, rank) << 32) | T.Cast(T.int64, LAST - slot)
+
+
+@T.macro
+def key_rank(key, packed: bool):
+    """Return the int32 that ranks an expert, in a packed key its id included."""
+    if packed:
+        return key
+    else:
+        return T.Cast(T.int32, key >> 32)
+
+
+@T.macro
+def key_expert(rank, expert, packed: bool):
+    """Return the expert of a rank that a round took, from the rank if that is a packed key."""
+    if packed:
+        return (1 << ID_BITS) - 1 - (rank & ((1 << ID_BITS) - 1))
+    else:
+        return expert
+
+
+@T.macro
+def win(rank, expert, lane, packed: bool, top: T.Ref, winner: T.Ref, mine: T.Ref):
+    """Find the best of the lanes' ranks, ``top``, and its expert, ``winner``; ``mine`` says where.
+
+    Among equal ranks the lowest lane wins, whose experts are the lowest. A packed key has no equal
+    and leaves ``winner`` alone.
+    """
+    top = T.warp_reduce_max(rank)
+    mine = T.Cast(T.int32, rank == top)
+    if not packed:
+        equals = T.Cast(T.int32, T.ballot(mine))
+        mine = T.Select((equals & ((1 << lane) - 1)) == 0, mine, 0)
+        winner = T.Select(mine != 0, expert, -1)
+        winner = T.warp_reduce_max(winner)
+
+
 @jit
 def build(dtype: str, scoring: str, slots: int):
     """Build the kernel that holds the keys of a token in registers.
 
     T tokens, E experts, K experts selected per token. ``2**lane_bits`` lanes share a group of
-    ``group_size`` experts and take turns in it.
+    ``group_size`` experts, ``slots`` neighbours each. ``vectors`` says that whole vectors of
+    neighbours can be read.
 
     Args:
         dtype: Type of the logits.
         scoring: ``"softmax"``, ``"sigmoid"`` or ``"biased_sigmoid"``.
-        slots: Experts that a lane holds at most.
+        slots: Experts that a lane holds at most, a power of two.
     """
     num_tokens, num_experts, top_k = T.dynamic("T, E, K")
     row_stride = T.dynamic("row_stride", T.int64)
+    packed = dtype != "float32" and scoring == "softmax"
+    key_dtype, none = (T.int32, NO_KEY - 1) if packed else (T.int64, NO_KEY << 32)
+    order_dtype = T.int64 if slots > 8 else T.int32
+    per_word = 1 if dtype == "float32" else 2
+    num_words = max(slots // per_word, 1)
+    load, vector = {1: (T.ldg32, 1), 2: (T.ldg64, 2)}.get(num_words, (T.ldg128, 4))
 
     @T.prim_func
     def fused_topk(
@@ -197,49 +295,100 @@ def build(dtype: str, scoring: str, slots: int):
         topk_group: T.int32,
         renormalize: T.int32,
         factor: T.float32,
+        vectors: T.int32,
     ):
         with T.Kernel(T.ceildiv(num_tokens, WARPS_PER_BLOCK), threads=WARPS_PER_BLOCK * WARP) as b:
             thread = T.get_thread_binding()
             lane = thread % WARP
             token = b * WARPS_PER_BLOCK + thread // WARP
-            keys = T.alloc_local((slots,), T.int32)
-            match = T.alloc_local((slots // 2,), T.int32)
-            found = T.alloc_local((slots // 2,), T.int32)
-            first = T.alloc_var(T.int32)
+            words = T.alloc_local((num_words,), T.uint32)
+            values = T.view(words, (num_words * per_word,), dtype)
+            scores = T.alloc_local((slots,), T.float32)
+            keys = T.alloc_local((slots,), key_dtype)
+            ranks = keys if packed else T.alloc_local((slots,), T.int32)
             best = T.alloc_var(T.int32)
             second = T.alloc_var(T.int32)
             kept = T.alloc_var(T.int32)
             top = T.alloc_var(T.int32)
             winner = T.alloc_var(T.int32)
+            mine = T.alloc_var(T.int32)
+            key = T.alloc_var(key_dtype)
+            order = T.alloc_var(order_dtype)
+            chosen_rank = T.alloc_var(T.int32)
+            chosen_expert = T.alloc_var(T.int32)
             chosen = T.alloc_var(T.int32)
+            has_nan = T.alloc_var(T.int32)
             score = T.alloc_var(T.float32)
             highest = T.alloc_var(T.float32)
             normalizer = T.alloc_var(T.float32)
             total = T.alloc_var(T.float32)
 
+            T.pdl_sync()
+            T.pdl_trigger()
             if token < num_tokens:
                 group = lane >> lane_bits
-                within = lane & ((1 << lane_bits) - 1)
+                within = (lane & ((1 << lane_bits) - 1)) * slots
                 first = group * group_size + within
                 room = T.min(group_size - within, num_experts - first)
-                # No branch, so that every load is issued before the first value is used.
-                for i in T.unroll(slots):
-                    expert = T.min(first + (i << lane_bits), num_experts - 1)
-                    score = T.Cast(T.float32, logits[token, expert])
-                    keys[i] = selection_key(score, bias, expert, scoring)
-                best = NO_KEY
-                second = NO_KEY
-                for i in T.unroll(slots):
-                    keys[i] = T.Select((i << lane_bits) < room, keys[i], NO_KEY)
-                    keep_two(best, second, keys[i], NO_KEY)
-
-                if scoring == "softmax":
-                    highest = key_value(T.warp_reduce_max(best))
-                    normalizer = 0
+                if slots >= per_word and vectors != 0:
+                    for w in range(0, num_words, vector):
+                        words[w : w + vector] = load(
+                            logits[token, first + w * per_word], pred=w * per_word < room
+                        )
                     for i in T.unroll(slots):
-                        if keys[i] != NO_KEY:
-                            normalizer = normalizer + T.exp(key_value(keys[i]) - highest)
-                    normalizer = T.warp_reduce_sum(normalizer)
+                        scores[i] = T.Cast(T.float32, values[i])
+                else:
+                    # No branch, so that every load is issued before the first value is used.
+                    for i in T.unroll(slots):
+                        scores[i] = T.Cast(
+                            T.float32, logits[token, T.min(first + i, num_experts - 1)]
+                        )
+                has_nan = 0
+                for i in T.unroll(slots):
+                    score = scores[i]
+                    if scoring == "softmax":
+                        has_nan = has_nan | T.Cast(T.int32, T.isnan(score))
+                    else:
+                        score = sigmoid(score)
+                    if scoring == "biased_sigmoid":
+                        score = score + bias[T.min(first + i, num_experts - 1)]
+                    keys[i] = make_key(score, first + i, i, scoring, packed)
+                    keys[i] = T.Select(i < room, keys[i], none)
+                if slots <= SORTED_SLOTS:
+                    for i, j in sorting_network(slots):
+                        lower = T.min(keys[i], keys[j])
+                        keys[i] = T.max(keys[i], keys[j])
+                        keys[j] = lower
+                    order = 0
+                    if not packed:
+                        # From here on the ranks are apart from their slots, four bits for each.
+                        for i in T.unroll(slots):
+                            ranks[i] = key_rank(keys[i], packed)
+                            order = order | (
+                                (T.Cast(order_dtype, keys[i]) & (SORTED_SLOTS - 1)) << (4 * i)
+                            )
+                best = key_rank(keys[0], packed)
+                second = NO_KEY
+                if slots <= SORTED_SLOTS:
+                    if slots > 1:
+                        second = ranks[1]
+                else:
+                    for i in T.unroll(slots - 1):
+                        keep_two(best, second, key_rank(keys[i + 1], packed), NO_KEY)
+
+                total = 0
+                if scoring == "softmax":
+                    highest = rank_value(T.warp_reduce_max(best), packed)
+                    normalizer = 0
+                    if renormalize == 0:
+                        for i in T.unroll(slots):
+                            normalizer = normalizer + T.Select(
+                                i < room, T.exp(scores[i] - highest), T.float32(0)
+                            )
+                        normalizer = T.warp_reduce_sum(normalizer)
+                    elif T.any_sync(has_nan):
+                        # the sum of all would be NaN; nothing else of it survives renormalising
+                        total = NAN
 
                 if topk_group > 0:
                     merge_lanes(best, second, lane_bits)
@@ -253,19 +402,47 @@ def build(dtype: str, scoring: str, slots: int):
                             kept = 1
                     if kept == 0:
                         for i in T.unroll(slots):
-                            keys[i] = NO_KEY
+                            if slots <= SORTED_SLOTS:
+                                ranks[i] = key_rank(none, packed)
+                            else:
+                                keys[i] = none
 
-                total = 0
+                winner = 0
                 for batch in T.serial(T.ceildiv(top_k, WARP)):
                     for k in T.serial(T.min(WARP, top_k - batch * WARP)):
-                        pick(keys, match, found, first, lane_bits, slots, top, winner)
+                        if slots <= SORTED_SLOTS:
+                            expert = first + (~T.Cast(T.int32, order) & (SORTED_SLOTS - 1))
+                            win(ranks[0], expert, lane, packed, top, winner, mine)
+                            for i in T.unroll(slots - 1):
+                                ranks[i] = T.Select(mine != 0, ranks[i + 1], ranks[i])
+                            ranks[slots - 1] = T.Select(
+                                mine != 0, key_rank(none, packed), ranks[slots - 1]
+                            )
+                            if not packed:
+                                order = T.Select(mine != 0, order >> 4, order)
+                        else:
+                            key = keys[0]
+                            for i in T.unroll(slots - 1):
+                                key = T.max(key, keys[i + 1])
+                            expert = first + (~T.Cast(T.int32, key) & (MAX_SLOTS - 1))
+                            win(key_rank(key, packed), expert, lane, packed, top, winner, mine)
+                            for i in T.unroll(slots):
+                                keys[i] = T.Select(T.And(mine != 0, keys[i] == key), none, keys[i])
                         if lane == k:
-                            chosen = winner
+                            chosen_rank = top
+                            chosen_expert = winner
+                    chosen = key_expert(chosen_rank, chosen_expert, packed)
                     place = batch * WARP + lane
                     score = 0
                     if place < top_k:
-                        score = T.Cast(T.float32, logits[token, chosen])
-                        weigh(score, highest, normalizer, scoring)
+                        if scoring == "biased_sigmoid":
+                            score = sigmoid(T.Cast(T.float32, logits[token, chosen]))
+                        else:
+                            score = rank_value(chosen_rank, packed)
+                        if scoring == "softmax":
+                            score = T.exp(score - highest)
+                            if renormalize == 0:
+                                score = score / normalizer
                     write_batch(
                         weights, ids, token, place, top_k, chosen, score, total, renormalize
                     )
@@ -315,6 +492,8 @@ def build_scan(dtype: str, scoring: str):
             normalizer = T.alloc_var(T.float32)
             total = T.alloc_var(T.float32)
 
+            T.pdl_sync()
+            T.pdl_trigger()
             if token < num_tokens:
                 if scoring == "softmax":
                     scan_softmax(logits, token, lane, num_experts, best, highest, normalizer)
@@ -399,6 +578,15 @@ def build_scan(dtype: str, scoring: str):
     return fused_topk_scan
 
 
+def takes_vectors(logits, slots: int, group_size: int) -> bool:
+    """Return whether `build` can read ``slots`` neighbours as whole vectors of up to 16 bytes."""
+    step = min(slots, 16 // logits.element_size())
+    starts = [group_size, logits.data_ptr() // logits.element_size()]
+    if logits.shape[0] > 1:
+        starts.append(logits.stride(0))
+    return not any(start % step for start in starts)
+
+
 def refuse(gating_output, *settings, **named) -> str | None:
     """Say why a call cannot be served: another GPU."""
     return wrong_device(gating_output)
@@ -425,14 +613,15 @@ def fused_topk_fwd(
         num_expert_group, topk_group = 1, 0
     group_size = num_experts // num_expert_group
     lane_bits = max(5 - (num_expert_group - 1).bit_length(), 0)
-    slots = max(1 << (-(-group_size >> lane_bits) - 1).bit_length(), 2)
+    slots = 1 << (-(-group_size >> lane_bits) - 1).bit_length()
     dtype = dtype_name(gating_output)
     scoring = scoring_func if correction_bias is None else f"biased_{scoring_func}"
     split = (lane_bits, group_size, topk_group, int(renormalize), routed_scaling_factor)
     with current(gating_output.device):
         if num_expert_group <= WARP and slots <= MAX_SLOTS:
             kernel = build(dtype, scoring, slots)
-            kernel(gating_output, correction_bias, weights, ids, *split)
+            vectors = takes_vectors(gating_output, slots, group_size)
+            kernel(gating_output, correction_bias, weights, ids, *split, int(vectors))
         else:
             kernel = build_scan(dtype, scoring)
             group_keys = ids.new_empty((num_tokens, num_expert_group))
