@@ -118,10 +118,12 @@ def build(dtype: str, gated: bool):
             # one expert read its weights at about the same time, the second one from L2.
             part = T.truncdiv(block, num_routes)
             route = block - part * num_routes
+            if gated:
+                # only then: the down product reads the ids before it waits for this one
+                T.pdl_sync()
+                T.pdl_trigger()
             expert = ids[T.truncdiv(route, top_k), T.truncmod(route, top_k)]
             dropped = T.Or(expert < 0, expert >= num_experts)
-            if gated:
-                T.pdl_trigger()
 
             # How many routes before this one have its expert, and which are the next: a warp looks
             # at 32 ids, then all share what they saw. Lane i gets number i // 4 of the eight.
