@@ -1,5 +1,7 @@
 """The CUDA kernels compile for sm_90a, with or without a GPU."""
 
+from dataclasses import astuple
+
 import pytest
 import torch
 
@@ -27,9 +29,8 @@ pytestmark = [
 DECODE, PREFILL = pick_gemm(64, 128), pick_gemm(65_536, 128)
 
 
-def gemm(dtype, out_dtype, activation, has_bias, tile):
-    sizes = tile.block_m, tile.block_n, tile.block_k, tile.stages
-    return grouped_gemm.build(dtype, out_dtype, activation, has_bias, *sizes)
+def gemm(dtype, out_dtype, activation, has_bias, role, tile):
+    return grouped_gemm.build(dtype, out_dtype, activation, has_bias, role, *astuple(tile))
 
 
 KERNELS = {
@@ -47,9 +48,10 @@ KERNELS = {
     "tiles of slabs": lambda: grouped_gemm_tiles.build("masked"),
 }
 GEMMS = {
-    "gate and up, prefill": lambda: gemm("bfloat16", "bfloat16", "silu_and_mul", False, PREFILL),
-    "gpt-oss, decode": lambda: gemm("float16", "float16", "swiglu", True, DECODE),
-    "float32 out": lambda: gemm("bfloat16", "float32", "none", False, DECODE),
+    "gate and up": lambda: gemm("bfloat16", "bfloat16", "silu_and_mul", False, "first", PREFILL),
+    "down, decode": lambda: gemm("float16", "float16", "none", True, "second", DECODE),
+    "gpt-oss": lambda: gemm("bfloat16", "bfloat16", "swiglu", True, "alone", PREFILL),
+    "float32 out": lambda: gemm("bfloat16", "float32", "none", False, "alone", DECODE),
 }
 
 

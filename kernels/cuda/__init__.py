@@ -12,7 +12,7 @@ from tileops.kernels.cuda import (
     swiglu,
     topk,
 )
-from tileops.kernels.cuda.sm90 import grouped_gemm
+from tileops.kernels.cuda.sm90 import fused_experts, grouped_gemm
 from tileops.targets import Kernel, Target
 
 
@@ -34,6 +34,9 @@ TARGET = Target(
         "swiglu_fwd": [Kernel(swiglu.swiglu_fwd, swiglu.refuse)],
         "indexed_expert_mlp_fwd": [
             Kernel(indexed_experts.indexed_expert_mlp_fwd, indexed_experts.refuse)
+        ],
+        "fused_moe_experts_fwd": [
+            Kernel(fused_experts.fused_moe_experts_fwd, fused_experts.refuse)
         ],
         "moe_grouped_gemm_fwd": [Kernel(grouped_gemm.moe_grouped_gemm_fwd, grouped_gemm.refuse)],
     },

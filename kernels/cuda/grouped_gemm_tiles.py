@@ -17,8 +17,14 @@ WARP = 32
 WARPS = THREADS // WARP
 LABELS_PER_THREAD = 8
 
+GRAIN = 8
+"""What the rows of a tile are a multiple of, but for the last tile of an expert."""
+
 EXPERT, FIRST, END, FIELDS = 0, 1, 2, 3
-"""Columns of the list: expert, first row, and the row after the last one. Row 0 holds the count."""
+"""Columns of the list: expert, first row, and the row after the last one."""
+COUNT, NEARLY_DONE, DONE = 0, 1, 2
+"""Columns of its line 0: how many tiles there are, and for the first of two products on them how
+many thread blocks have come to their last job, and how many are done."""
 
 
 @T.macro
@@ -102,12 +108,14 @@ def build(layout: str):
             ends = T.alloc_shared((THREADS,), T.int32)
             firsts = T.alloc_shared((THREADS,), T.int32)
             stops = T.alloc_shared((THREADS,), T.int32)
+            heights = T.alloc_shared((THREADS,), T.int32)
             thread = T.get_thread_binding()
             lane = thread % WARP
             warp = thread // WARP
             first = T.alloc_var(T.int32)
             stop = T.alloc_var(T.int32)
             total = T.alloc_var(T.int32)
+            height = T.alloc_var(T.int32)
             before = T.alloc_var(T.int32)
             listed = T.alloc_var(T.int32)
             reached = T.alloc_var(T.int32)
@@ -115,6 +123,8 @@ def build(layout: str):
             line = T.alloc_var(T.int32)
             tile = T.alloc_var(T.int32)
 
+            T.pdl_sync()
+            T.pdl_trigger()
             if layout == "per_row":
                 find_labels(metadata, tiles, num_rows, num_experts, capacity + 1, thread)
             listed = 0
@@ -130,9 +140,15 @@ def build(layout: str):
                     else:
                         stop = T.max(0, T.min(metadata[expert], num_rows))
                 if layout == "physical_psum":
-                    # an end below an earlier one is an empty segment: no row is ever listed twice
+                    # an end below an earlier one is an empty segment: no row is listed twice
                     scan(stop, first, warp_results, reached, lane, warp, True)
-                total = T.ceildiv(T.max(0, stop - first), block_m)
+                stop = T.max(first, stop)
+                # the tiles of an expert are as few as they can be, and as even
+                total = T.truncdiv(stop - first + block_m - 1, block_m)
+                height = T.truncdiv(stop - first + total - 1, T.max(total, 1))
+                height = T.max(GRAIN, T.min((height + GRAIN - 1) & -GRAIN, block_m))
+                total = T.truncdiv(stop - first + height - 1, height)
+                heights[thread] = height
                 scan(total, before, warp_results, 0, lane, warp, False)
                 ends[thread] = total
                 firsts[thread] = first
@@ -151,14 +167,17 @@ def build(layout: str):
                         before = ends[place - 1]
                     line = listed + tile + 1
                     if line <= capacity:
+                        first = firsts[place] + (tile - before) * heights[place]
                         tiles[line, EXPERT] = chunk * THREADS + place
-                        tiles[line, FIRST] = firsts[place] + (tile - before) * block_m
-                        tiles[line, END] = stops[place]
+                        tiles[line, FIRST] = first
+                        tiles[line, END] = T.min(first + heights[place], stops[place])
                     tile = tile + THREADS
                 listed = T.max(0, T.min(listed + total, capacity))
                 T.sync_threads()
             if thread == 0:
-                tiles[0, 0] = listed
+                tiles[0, COUNT] = listed
+                tiles[0, NEARLY_DONE] = 0
+                tiles[0, DONE] = 0
 
     return grouped_gemm_tiles
 
@@ -182,13 +201,12 @@ def grouped_gemm_tiles(
         int32 ``[lines, 3]``: line 0 starts with the number of tiles, the next lines hold the
         expert, the first row and the end row of each, in expert order. What follows is scratch.
     """
-    ranges = 0
     if isinstance(layout, MaskedLayoutSpec):
         kind, capacity = "masked", num_experts * -(-rows // block_m)
     else:
         kind = layout.metadata
         capacity = (rows + min(num_experts, rows) * (block_m - 1)) // block_m
-        ranges = num_experts if kind == "per_row" else 0
+    ranges = num_experts if kind == "per_row" else 0
     tiles = metadata.new_empty((1 + capacity + ranges, FIELDS))
     build(kind)(metadata, tiles, num_experts, rows, block_m, capacity)
     return tiles

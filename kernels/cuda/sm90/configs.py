@@ -8,24 +8,22 @@ class GemmTile:
     """How one thread block of a grouped GEMM works.
 
     Attributes:
-        block_m: Rows of a tile, 64 for each warpgroup that multiplies.
-        block_n: Rows of ``b`` that a tile multiplies with: with a gated activation half of them are
-            gate rows and half up rows, and the tile is half as wide.
-        block_k: Columns of ``a`` and ``b`` loaded at a time: 64 half-precision numbers are the
-            128 bytes that one swizzled row of shared memory holds.
-        stages: Loads in flight; a power of two.
+        block_m: Most rows of a tile, a multiple of 32: they are multiplied by 256 rows of weights,
+            in as many accumulators a thread.
+        stages: Loads in flight, of 64 columns each.
+        streams: Whether weights are the first to leave L2.
     """
 
     block_m: int
-    block_n: int
-    block_k: int
     stages: int
+    streams: bool
 
 
 # up to this many rows an expert, on average, and then the tile
 _GEMM_TILES = (
-    (64, GemmTile(block_m=64, block_n=128, block_k=64, stages=8)),
-    (None, GemmTile(block_m=128, block_n=256, block_k=64, stages=4)),
+    # most weights are read by one tile only: they need not push out the rows, which all read
+    (160, GemmTile(block_m=160, stages=4, streams=True)),
+    (None, GemmTile(block_m=160, stages=4, streams=False)),
 )
 
 

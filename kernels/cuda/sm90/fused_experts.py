@@ -1,0 +1,110 @@
+"""The routed experts on Hopper, without a copy of the tokens.
+
+Routes are placed among those of their expert, one list of tiles is made of that, and both products
+take it. The first gathers its rows: it loads each from the token it belongs to. The second starts
+while the last tiles of the first are at work, and the rows of a token are added up as the
+post-permute op does.
+
+Two results are allocated, the activated rows ``[T * K, F]`` and those of down ``[T * K, H]``, and
+index lists of an int32 or so a route: no ``[T * K, H]`` copy of the tokens, and no ``[T * K, 2F]``
+products of gate and up.
+"""
+
+import torch
+
+from tileops.kernels.cuda.device import current, misplaced, wrong_device
+from tileops.kernels.cuda.grouped_gemm_tiles import grouped_gemm_tiles
+from tileops.kernels.cuda.place_routes import place
+from tileops.kernels.cuda.post_permute import moe_post_permute_fwd
+from tileops.kernels.cuda.sm90.configs import pick_gemm
+from tileops.kernels.cuda.sm90.grouped_gemm import MAX_SPAN, multiply_tiles
+from tileops.layouts import ContiguousLayoutSpec
+from tileops.moe.experts import few_routes
+from tileops.moe.grouped_gemm import ACTIVATIONS, gate_and_up
+
+LAYOUT = ContiguousLayoutSpec.tight_physical_psum()
+
+
+def refuse(
+    hidden_states,
+    w_gate_up,
+    w_down,
+    topk_weights,
+    topk_ids,
+    b_gate_up,
+    b_down,
+    routed_scaling_factor,
+    activation,
+    *,
+    target,
+    out,
+) -> str | None:
+    """Return why the kernels cannot serve a call, or None."""
+    if (reason := wrong_device(hidden_states)) is not None:
+        return reason
+    if hidden_states.dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16, got {hidden_states.dtype}"
+    num_experts, hidden, ffn = w_down.shape
+    if hidden % 8 or ffn % 8 or not (hidden and ffn and num_experts):
+        return f"takes H and F that are multiples of 8 (16 bytes) above 0, got {hidden} and {ffn}"
+    if few_routes(w_down, topk_ids, b_gate_up, b_down, activation):
+        return (
+            f"leaves {topk_ids.numel()} routes of {num_experts} experts to indexed_expert_mlp_fwd"
+        )
+    if (hidden_states.shape[0] - 1) * hidden_states.stride(0) >= MAX_SPAN:
+        return f"takes tokens that span less than 2**34 elements, got {hidden_states.stride()}"
+    gate, up = gate_and_up(w_gate_up, activation)
+    tensors = {
+        "hidden_states": hidden_states,
+        "gate rows of w_gate_up": gate,
+        "up rows of w_gate_up": up,
+        "w_down": w_down,
+        "output": out,
+    }
+    for name, x in tensors.items():
+        if (reason := misplaced(name, x)) is not None:
+            return reason
+    for name, x in {"w_gate_up": w_gate_up, "w_down": w_down}.items():
+        if any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True)):
+            return f"{name}: expanded dimensions (of stride 0) are not taken, got {x.stride()}"
+    return None
+
+
+def fused_moe_experts_fwd(
+    hidden_states,
+    w_gate_up,
+    w_down,
+    topk_weights,
+    topk_ids,
+    b_gate_up,
+    b_down,
+    routed_scaling_factor,
+    activation,
+    *,
+    target,
+    out,
+) -> None:
+    """Write what the experts of each token add up to; see ``FusedMoEExpertsFwdOp``."""
+    num_experts, hidden, ffn = w_down.shape
+    num_routes = topk_ids.numel()
+    if out.numel() == 0:
+        return
+    if num_routes == 0:
+        out.zero_()
+        return
+    tile = pick_gemm(num_routes, num_experts)
+    gate, up = gate_and_up(w_gate_up, activation)
+    biases = gate_and_up(b_gate_up, activation)
+    sources = topk_ids.new_empty(num_routes)
+    act = hidden_states.new_empty(num_routes, ffn)
+    down = hidden_states.new_empty(num_routes, hidden)
+    with current(out.device):
+        inverse, ends, _ = place(topk_ids, 1, 0, num_experts, sources)
+        tiles = grouped_gemm_tiles(ends, LAYOUT, num_routes, num_experts, tile.block_m)
+        formula = ACTIVATIONS[activation]
+        first = hidden_states, sources, gate, up, *biases, formula, tiles, tile, act
+        order = multiply_tiles(*first)
+        second = act, None, w_down, None, b_down, None, None, tiles, tile, down
+        multiply_tiles(*second, before=order)
+    combined = topk_weights, inverse, LAYOUT, routed_scaling_factor
+    moe_post_permute_fwd(down, *combined, target=target, out=out)
