@@ -84,6 +84,7 @@ def jit(
     function: Callable[..., Any] | None = None,
     *,
     why_not: Callable[[], str | None],
+    prepare: Callable[[Any], None] | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
     """Make a function that returns a ``prim_func`` a builder: one that returns a kernel.
@@ -92,14 +93,16 @@ def jit(
         function: The function; None returns the decorator.
         why_not: Says why nothing can be compiled on this machine, if that is so. Asked only after a
             build has failed: kernels of the cache on disk need no compiler.
+        prepare: Is given each kernel once, before its first call.
         **options: Of ``tilelang.jit``.
     """
     if function is None:
-        return partial(jit, why_not=why_not, **options)
+        return partial(jit, why_not=why_not, prepare=prepare, **options)
     import tilelang
 
     compiled = tilelang.jit(**options)(function)
     module, name = function.__module__, function.__name__
+    prepared: set[Any] = set()
 
     @wraps(function)
     def builder(*args: Any, **kwargs: Any) -> Any:
@@ -110,7 +113,11 @@ def jit(
                 collection[1].append(build)
             return _kernel_that_does_nothing
         try:
-            return compiled(*args, **kwargs)
+            kernel = compiled(*args, **kwargs)
+            if prepare is not None and kernel not in prepared:
+                prepare(kernel)
+                prepared.add(kernel)
+            return kernel
         except Exception as error:
             if (reason := why_not()) is None:
                 raise
