@@ -15,6 +15,7 @@ from tileops.kernels.cuda import (
     sparse_mixer,
     swiglu,
     topk,
+    topk_scan,
 )
 from tileops.kernels.cuda.sm90 import grouped_gemm
 from tileops.kernels.cuda.sm90.configs import pick_gemm
@@ -35,7 +36,7 @@ def gemm(dtype, out_dtype, activation, has_bias, role, tile):
 
 KERNELS = {
     "topk of 256 experts, biased": lambda: topk.build("bfloat16", "biased_sigmoid", 8),
-    "topk of any number of experts": lambda: topk.build_scan("float16", "sigmoid"),
+    "topk of any number of experts": lambda: topk_scan.build("float16", "sigmoid"),
     "router": lambda: router.build("float32", "bfloat16", "sqrt_softplus", "int64", False, 8),
     "sparse mixer": lambda: sparse_mixer.build("bfloat16"),
     "swiglu": lambda: swiglu.build("bfloat16", True),

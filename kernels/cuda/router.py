@@ -1,6 +1,6 @@
 """MoERouter: affinities, choice and the local columns of a token by one warp, one launch.
 
-Lane k holds the k-th chosen expert. Ranking is that of `topk`: int32 keys that order like the
+Lane k holds the k-th chosen expert. Ranking is that of `ranking`: int32 keys that order like the
 float32 values, the smallest expert id settling ties.
 """
 
@@ -8,7 +8,7 @@ import tilelang.language as T
 import torch
 
 from tileops.kernels.cuda.device import current, dtype_name, jit, wrong_device
-from tileops.kernels.cuda.topk import (
+from tileops.kernels.cuda.ranking import (
     LAST,
     MAX_SLOTS,
     NO_KEY,

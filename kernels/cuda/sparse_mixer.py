@@ -4,7 +4,7 @@ import tilelang.language as T
 import torch
 
 from tileops.kernels.cuda.device import current, dtype_name, jit, wrong_device
-from tileops.kernels.cuda.topk import LAST, NO_KEY, WARP, WARPS_PER_BLOCK, key_value, rank_key
+from tileops.kernels.cuda.ranking import LAST, NO_KEY, WARP, WARPS_PER_BLOCK, key_value, rank_key
 
 NEAR = 0.02
 """Twice the jitter of training, 0.01: how far below the best a logit counts, relative to both."""

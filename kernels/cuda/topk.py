@@ -9,39 +9,32 @@ of experts is shared by a run of neighbouring lanes, so its score takes a few sh
 import tilelang.language as T
 import torch
 
+from tileops.kernels.cuda import topk_scan
 from tileops.kernels.cuda.device import current, dtype_name, jit, wrong_device
+from tileops.kernels.cuda.ranking import (
+    LAST,
+    MAX_SLOTS,
+    NAN,
+    NAN_KEY,
+    NO_KEY,
+    WARP,
+    WARPS_PER_BLOCK,
+    group_key,
+    keep_two,
+    key_value,
+    merge_lanes,
+    rank_key,
+    sigmoid,
+    write_batch,
+    write_weights,
+)
 
-WARP = 32
-WARPS_PER_BLOCK = 4
-MAX_SLOTS = 64
-"""Keys that a lane holds in registers at most; above, every round reads the logits again."""
 SORTED_SLOTS = 16
 """Keys that a lane sorts at most: then a round of the selection takes the first and moves the rest
 up. Sorting more costs more than looking for the best of them in each round."""
 ID_BITS = 12
 """Bits of an expert in a packed key: enough for `MAX_SLOTS` and never all zero; a float16 has 13
 to spare."""
-
-NO_KEY = 1 - 2**31
-NAN_KEY = NO_KEY + 1
-LAST = 2**31 - 1
-NAN = float("nan")
-
-
-@T.macro
-def rank_key(value):
-    """Map a float32 to an int32 that orders like it: NaN lowest, then -inf; -0 equals +0."""
-    bits = T.alloc_var(T.int32)
-    bits = T.reinterpret(value, T.int32)
-    magnitude = bits & 0x7FFFFFFF
-    ordered = T.Select(magnitude == 0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-    return T.Select(magnitude > 0x7F800000, NAN_KEY, ordered)
-
-
-@T.macro
-def key_value(key):
-    """Invert `rank_key`. The key of a NaN, and that of no expert, give a NaN."""
-    return T.reinterpret(key ^ ((key >> 31) & 0x7FFFFFFF), T.float32)
 
 
 @T.macro
@@ -52,148 +45,6 @@ def rank_value(rank, packed: bool):
         return T.reinterpret(rest ^ ((rest >> 31) & (LAST ^ ((1 << ID_BITS) - 1))), T.float32)
     else:
         return key_value(rank)
-
-
-@T.macro
-def sigmoid(x):
-    """Keep both tails: no exponential overflows and no small value is rounded away.
-
-    The divisor is in [1, 2], so one Newton step rounds the quotient without the branches that a
-    general division needs for its extremes.
-    """
-    small = T.alloc_var(T.float32)
-    inverse = T.alloc_var(T.float32)
-    quotient = T.alloc_var(T.float32)
-    small = T.exp(-T.abs(x))
-    inverse = T.fast_rcp(T.float32(1) + small)
-    dividend = T.Select(x >= 0, T.float32(1), small)
-    quotient = dividend * inverse
-    return T.fma(T.fma(-quotient, T.float32(1) + small, dividend), inverse, quotient)
-
-
-@T.macro
-def selection_key(logit, bias, expert, scoring: str):
-    """Return the key that ranks ``expert``; ``bias`` is read only for ``"biased_sigmoid"``."""
-    score = T.alloc_var(T.float32)
-    score = logit
-    if scoring != "softmax":
-        score = sigmoid(score)
-    if scoring == "biased_sigmoid":
-        score = score + bias[expert]
-    return rank_key(score)
-
-
-@T.macro
-def keep_two(best: T.Ref, second: T.Ref, a, b):
-    """Merge the ordered pair ``a >= b`` into the ordered pair ``best >= second``."""
-    second = T.max(T.min(best, a), T.max(second, b))
-    best = T.max(best, a)
-
-
-@T.macro
-def merge_lanes(best: T.Ref, second: T.Ref, lane_bits):
-    """Give each of ``2**lane_bits`` neighbouring lanes the two best keys among them all."""
-    for i in T.unroll(5):
-        if i < lane_bits:
-            a = T.shfl_xor(best, 1 << i)
-            b = T.shfl_xor(second, 1 << i)
-            keep_two(best, second, a, b)
-
-
-@T.macro
-def group_key(best, second, scoring: str):
-    """Return the key of a group: its best score, or with a bias the sum of its two best."""
-    key = T.alloc_var(T.int32)
-    key = best
-    if scoring == "biased_sigmoid" and second != NO_KEY:
-        key = rank_key(key_value(best) + key_value(second))
-    return key
-
-
-@T.macro
-def weigh(score: T.Ref, highest, normalizer, scoring: str):
-    """Turn the logit in ``score`` into the weight, before renormalising and scaling."""
-    score = T.exp(score - highest) / normalizer if scoring == "softmax" else sigmoid(score)
-
-
-@T.macro
-def write_batch(weights, ids, token, k, top_k, chosen, score: T.Ref, total: T.Ref, renormalize):
-    """Write up to 32 ids, one a lane, and their unscaled weights unless this batch is the last."""
-    if k < top_k:
-        ids[token, k] = chosen
-        if T.truncdiv(k, WARP) < T.truncdiv(top_k - 1, WARP):
-            weights[token, k] = score
-    if renormalize != 0:
-        total = total + T.warp_reduce_sum(score)
-
-
-@T.macro
-def scale_weight(weights, token, k, top_k, score: T.Ref, total, renormalize, factor):
-    """Write the k-th weight of a token from what it is before renormalising and scaling."""
-    if k < top_k:
-        if renormalize != 0:
-            score = T.Select(total == 0, T.float32(0), score / total)
-        weights[token, k] = score * factor
-
-
-@T.macro
-def write_weights(weights, token, lane, top_k, score: T.Ref, total, renormalize, factor):
-    """Scale the weights of a token, those of its last batch first: they are still in ``score``."""
-    batches = T.ceildiv(top_k, WARP)
-    scale_weight(
-        weights, token, (batches - 1) * WARP + lane, top_k, score, total, renormalize, factor
-    )
-    for i in T.serial(batches - 1):
-        score = weights[token, i * WARP + lane]
-        scale_weight(weights, token, i * WARP + lane, top_k, score, total, renormalize, factor)
-
-
-@T.macro
-def scan_softmax(logits, token, lane, num_experts, best: T.Ref, highest: T.Ref, normalizer: T.Ref):
-    """Read a row of logits twice for the terms of its softmax; ``best`` is scratch."""
-    score = T.alloc_var(T.float32)
-    best = NO_KEY
-    for i in T.serial(T.ceildiv(num_experts, WARP)):
-        if i * WARP + lane < num_experts:
-            score = T.Cast(T.float32, logits[token, i * WARP + lane])
-            best = T.max(best, rank_key(score))
-    highest = key_value(T.warp_reduce_max(best))
-    normalizer = 0
-    for i in T.serial(T.ceildiv(num_experts, WARP)):
-        if i * WARP + lane < num_experts:
-            score = T.Cast(T.float32, logits[token, i * WARP + lane])
-            normalizer = normalizer + T.exp(score - highest)
-    normalizer = T.warp_reduce_sum(normalizer)
-
-
-def halves(slots: int) -> list[int]:
-    """Return the number of matches in each round of a knock-out among ``slots`` keys."""
-    return [slots >> level for level in range(1, slots.bit_length())]
-
-
-@T.macro
-def pick(keys, match, found, first, lane_bits, slots: int, top: T.Ref, winner: T.Ref):
-    """Take the best key of a warp: ``top`` becomes the key, ``winner`` its expert.
-
-    A lane's keys are of experts ``first, first + 2**lane_bits...``. In the tournament among them
-    the left side of a match, in ``match`` and ``found``, holds the lower slots.
-    """
-    slot = T.alloc_var(T.int32)
-    for width in halves(slots):
-        for i in T.unroll(width):
-            if 2 * width == slots:
-                found[i] = 2 * i + T.Cast(T.int32, keys[2 * i + 1] > keys[2 * i])
-                match[i] = T.max(keys[2 * i], keys[2 * i + 1])
-            else:
-                right = match[2 * i + 1] > match[2 * i]
-                found[i] = T.Select(right, found[2 * i + 1], found[2 * i])
-                match[i] = T.max(match[2 * i], match[2 * i + 1])
-    top = T.warp_reduce_max(match[0])
-    mine = T.Select(match[0] == top, first + (found[0] << lane_bits), LAST)
-    winner = T.warp_reduce_min(mine)
-    slot = T.Select(mine == winner, found[0], -1)
-    for i in T.unroll(slots):
-        keys[i] = T.Select(i == slot, NO_KEY, keys[i])
 
 
 def sorting_network(size: int) -> list[tuple[int, int]]:
@@ -451,133 +302,6 @@ def build(dtype: str, scoring: str, slots: int):
     return fused_topk
 
 
-@jit
-def build_scan(dtype: str, scoring: str):
-    """Build the kernel for any number of experts and groups: each round reads the logits again.
-
-    Instead of marking what was taken, a round looks for the best key after the last one in the
-    order of selection. ``group_keys`` is a workspace; the other names are those of `build`.
-    """
-    num_tokens, num_experts, top_k, num_groups = T.dynamic("T, E, K, G")
-    row_stride = T.dynamic("row_stride", T.int64)
-
-    @T.prim_func
-    def fused_topk_scan(
-        logits: T.StridedTensor[(num_tokens, num_experts), (row_stride, 1), dtype],
-        bias: T.Tensor[(num_experts,), T.float32],
-        weights: T.Tensor[(num_tokens, top_k), T.float32],
-        ids: T.Tensor[(num_tokens, top_k), T.int32],
-        group_keys: T.Tensor[(num_tokens, num_groups), T.int32],
-        lane_bits: T.int32,
-        group_size: T.int32,
-        topk_group: T.int32,
-        renormalize: T.int32,
-        factor: T.float32,
-    ):
-        with T.Kernel(T.ceildiv(num_tokens, WARPS_PER_BLOCK), threads=WARPS_PER_BLOCK * WARP) as b:
-            thread = T.get_thread_binding()
-            lane = thread % WARP
-            token = b * WARPS_PER_BLOCK + thread // WARP
-            key = T.alloc_var(T.int32)
-            best = T.alloc_var(T.int32)
-            second = T.alloc_var(T.int32)
-            found = T.alloc_var(T.int32)
-            last_key = T.alloc_var(T.int32)
-            last = T.alloc_var(T.int32)
-            worst_group_key = T.alloc_var(T.int32)
-            worst_group = T.alloc_var(T.int32)
-            chosen = T.alloc_var(T.int32)
-            score = T.alloc_var(T.float32)
-            highest = T.alloc_var(T.float32)
-            normalizer = T.alloc_var(T.float32)
-            total = T.alloc_var(T.float32)
-
-            T.pdl_sync()
-            T.pdl_trigger()
-            if token < num_tokens:
-                if scoring == "softmax":
-                    scan_softmax(logits, token, lane, num_experts, best, highest, normalizer)
-
-                worst_group_key = NO_KEY
-                worst_group = 0
-                if topk_group > 0:
-                    for p in T.serial(T.ceildiv(num_groups << lane_bits, WARP)):
-                        group = ((p * WARP) + lane) >> lane_bits
-                        best = NO_KEY
-                        second = NO_KEY
-                        for i in T.serial((group_size + (1 << lane_bits) - 1) >> lane_bits):
-                            within = (lane & ((1 << lane_bits) - 1)) + (i << lane_bits)
-                            if within < group_size and group < num_groups:
-                                expert = group * group_size + within
-                                score = T.Cast(T.float32, logits[token, expert])
-                                key = selection_key(score, bias, expert, scoring)
-                                keep_two(best, second, key, NO_KEY)
-                        merge_lanes(best, second, lane_bits)
-                        best = group_key(best, second, scoring)
-                        if lane & ((1 << lane_bits) - 1) == 0 and group < num_groups:
-                            group_keys[token, group] = best
-                    T.sync_warp()
-                    worst_group_key = LAST
-                    worst_group = -1
-                    for _ in T.serial(topk_group):
-                        best = NO_KEY
-                        found = LAST
-                        for i in T.serial(T.ceildiv(num_groups, WARP)):
-                            group = i * WARP + lane
-                            if group < num_groups:
-                                key = group_keys[token, group]
-                                if key > best and (
-                                    key < worst_group_key
-                                    or (key == worst_group_key and group > worst_group)
-                                ):
-                                    best = key
-                                    found = group
-                        worst_group_key = T.warp_reduce_max(best)
-                        worst_group = T.warp_reduce_min(
-                            T.Select(best == worst_group_key, found, LAST)
-                        )
-
-                total = 0
-                last_key = LAST
-                last = -1
-                for batch in T.serial(T.ceildiv(top_k, WARP)):
-                    for k in T.serial(T.min(WARP, top_k - batch * WARP)):
-                        best = NO_KEY
-                        found = LAST
-                        for i in T.serial(T.ceildiv(num_experts, WARP)):
-                            expert = i * WARP + lane
-                            if expert < num_experts:
-                                score = T.Cast(T.float32, logits[token, expert])
-                                key = selection_key(score, bias, expert, scoring)
-                                if key > best and (
-                                    key < last_key or (key == last_key and expert > last)
-                                ):
-                                    second = LAST
-                                    if topk_group > 0:
-                                        second = group_keys[token, T.truncdiv(expert, group_size)]
-                                    if second > worst_group_key or (
-                                        second == worst_group_key
-                                        and T.truncdiv(expert, group_size) <= worst_group
-                                    ):
-                                        best = key
-                                        found = expert
-                        last_key = T.warp_reduce_max(best)
-                        last = T.warp_reduce_min(T.Select(best == last_key, found, LAST))
-                        if lane == k:
-                            chosen = last
-                    place = batch * WARP + lane
-                    score = 0
-                    if place < top_k:
-                        score = T.Cast(T.float32, logits[token, chosen])
-                        weigh(score, highest, normalizer, scoring)
-                    write_batch(
-                        weights, ids, token, place, top_k, chosen, score, total, renormalize
-                    )
-                write_weights(weights, token, lane, top_k, score, total, renormalize, factor)
-
-    return fused_topk_scan
-
-
 def takes_vectors(logits, slots: int, group_size: int) -> bool:
     """Return whether `build` can read ``slots`` neighbours as whole vectors of up to 16 bytes."""
     step = min(slots, 16 // logits.element_size())
@@ -623,7 +347,7 @@ def fused_topk_fwd(
             vectors = takes_vectors(gating_output, slots, group_size)
             kernel(gating_output, correction_bias, weights, ids, *split, int(vectors))
         else:
-            kernel = build_scan(dtype, scoring)
+            kernel = topk_scan.build(dtype, scoring)
             group_keys = ids.new_empty((num_tokens, num_expert_group))
             kernel(gating_output, correction_bias, weights, ids, group_keys, *split)
     return weights, ids
