@@ -123,10 +123,15 @@ def _verification(content: dict) -> str:
         ran = [row for row in group if row["skipped"] is None]
         if not ran:
             continue
-        failed = [row for row in ran if row["error"] is None or row["error"] > row["bound"]]
-        worst = max(ran, key=lambda row: row["error"] or 0.0)
+        failed = [
+            row
+            for row in ran
+            if None in (row["error"], row["bound"]) or row["error"] > row["bound"]
+        ]
+        worst = max(ran, key=lambda row: math.inf if row["error"] is None else row["error"])
         cells = [*key, len({row["case"] for row in ran}), len(ran)]
-        cells += [f"{worst['error'] or 0:.2e}", f"{worst['bound']:.2e}", len(failed)]
+        numbers = (worst["error"], worst["bound"])
+        cells += ["none" if x is None else f"{x:.2e}" for x in numbers] + [len(failed)]
         cells += [len(group) - len(ran)]
         lines[-1] += f"\n| {' | '.join(map(str, cells))} |"
     return "\n\n".join(lines)

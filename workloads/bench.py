@@ -11,7 +11,8 @@ import multiprocessing
 import platform
 import subprocess
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -24,7 +25,7 @@ from tileops.targets import NoKernelError
 from tileops.workloads import timing
 from tileops.workloads.peers import PeerError, measure
 from tileops.workloads.problems import PROBLEMS, Draw, Problem, Weights
-from tileops.workloads.verify import Step, comparison, device_of, too_large
+from tileops.workloads.verify import NO_SUCH_OP, Step, comparison, device_of, poisoned, too_large
 
 CACHES = 3
 """The inputs that are taken in turn are together so many times the size of the cache."""
@@ -63,6 +64,7 @@ class Row:
         flops: Operations that the call needs.
         num_bytes: Bytes that it must move.
         skipped: Why there is no time, or None.
+        failed: Whether that is a fault of ours: a wrong result, or an error.
     """
 
     op: str
@@ -77,6 +79,7 @@ class Row:
     flops: float = 0.0
     num_bytes: float = 0.0
     skipped: str | None = None
+    failed: bool = False
 
     def floor(self, rates: Rates) -> float:
         """Return the least microseconds that the machine could take."""
@@ -158,22 +161,44 @@ def bench(
         command: What to call the run in its report.
     """
     # the next process starts up while one measures, so that a step costs little more than itself
-    context = multiprocessing.get_context("spawn")
-    turn = context.Lock()
-    workers = 3 if device_of(target).type == "cuda" else 1
-    with ProcessPoolExecutor(
-        workers, context, initializer=_begin, initargs=(turn,), max_tasks_per_child=1
-    ) as pool:
+    args = target, tuple(peers), graph, dtype
+    pool = _pool(target)
+    try:
         rates, name = pool.submit(_rates, target, dtype).result()
         report = Report(command, name, versions(), today(), target, rates)
         yield report, []
-        running: list[Future[list[Row]]] = [
-            pool.submit(_step, step, target, tuple(peers), graph, dtype) for step in todo
-        ]
-        for future in running:
-            rows = future.result()
+        running = [pool.submit(_step, step, *args) for step in todo]
+        for index, step in enumerate(todo):
+            try:
+                rows = running[index].result()
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"[:300]
+                rows = [_without_time(step, dtype, reason, failed=True)]
+            if isinstance(running[index].exception(), BrokenProcessPool):
+                # a process died with the turn in its hands: the rest needs others
+                pool.shutdown(wait=False, cancel_futures=True)
+                pool = _pool(target)
+                rest = [pool.submit(_step, later, *args) for later in todo[index + 1 :]]
+                running[index + 1 :] = rest
             report.rows += rows
             yield report, rows
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _pool(target: str) -> ProcessPoolExecutor:
+    context = multiprocessing.get_context("spawn")
+    workers = 3 if device_of(target).type == "cuda" else 1
+    turn = context.Lock()
+    return ProcessPoolExecutor(
+        workers, context, initializer=_begin, initargs=(turn,), max_tasks_per_child=1
+    )
+
+
+def _without_time(step: Step, dtype: torch.dtype, reason: str, failed: bool = False) -> Row:
+    """Return the row of a step that gave none."""
+    names = ", ".join(step.ops), step.case.name, step.tokens, step.routing, str(dtype)[6:]
+    return Row(*names, OURS, skipped=reason, failed=failed)
 
 
 _turn: Any = None
@@ -200,7 +225,8 @@ def _step(
     with _turn:
         weights = Weights(step.case.layer, dtype, device_of(target))
         args = target, peers, graph, dtype, weights
-        return [row for op in step.ops for row in _op_rows(step, op, *args)]
+        rows = [row for op in step.ops for row in _op_rows(step, op, *args)]
+        return rows or [_without_time(step, dtype, NO_SUCH_OP)]
 
 
 def _op_rows(step, op, target, peers, graph, dtype, weights) -> Iterator[Row]:
@@ -211,8 +237,7 @@ def _op_rows(step, op, target, peers, graph, dtype, weights) -> Iterator[Row]:
         draw = Draw(layer, step.tokens, dtype, device, step.routing, seed, weights)
         return list(PROBLEMS[op](draw))
 
-    first = Draw(layer, step.tokens, dtype, device, step.routing, weights=weights)
-    if (reason := too_large(first, op)) is not None:
+    if (reason := too_large(step, (op,), dtype, device, weights)) is not None:
         yield Row(**{**vars(base), "skipped": reason})
         return
     with torch.inference_mode():
@@ -247,14 +272,17 @@ def _time(
     try:
         if by == OURS:
             calls = [problem.prepared(target) for problem in sets]
-            check(calls[0]())
+            with poisoned():
+                outputs = calls[0]()
+            check(outputs)
             spent, how = timing.microseconds(calls, graph)
         else:
             spent, how = measure(by, sets, check, graph)
-    except (PeerError, NoKernelError) as error:
+    except NoKernelError as error:
         return Row(**fields | {"skipped": str(error)})
+    except PeerError as error:
+        return Row(**fields | {"skipped": str(error), "failed": by == OURS})
     except Exception as error:
-        if by == OURS:
-            raise
-        return Row(**fields | {"skipped": f"{type(error).__name__}: {error}"[:300]})
+        reason = f"{type(error).__name__}: {error}"[:300]
+        return Row(**fields | {"skipped": reason, "failed": by == OURS})
     return Row(**fields | {"microseconds": spent, "how": how, "error": errors[0]})

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import ConfigDict, PositiveFloat, PositiveInt, model_validator
+from pydantic import ConfigDict, Field, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
 from tileops.workloads.grouped_gemm import activate
@@ -19,11 +19,12 @@ of them by every token; or every token the same ones, as its hidden state is the
 MAP_NORESERVE = 0x4000
 """Linux's flag for memory that need not be there before it is used; Python names it since 3.13."""
 
+MAX_REDRAWS = 100
 NEAR_TIE = 1e-6
 """Two scores closer than this may trade places with the rounding of a float32 sigmoid."""
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class Layer:
     """The shape and routing of one routed layer; see ``FusedMoEFwdOp`` for the settings.
 
@@ -48,7 +49,7 @@ class Layer:
     ffn_size: PositiveInt
     scoring_func: Literal["softmax", "sigmoid", "sparse_mixer"] = "softmax"
     renormalize: bool = True
-    routed_scaling_factor: PositiveFloat = 1.0
+    routed_scaling_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     num_expert_group: PositiveInt = 1
     topk_group: PositiveInt = 1
     activation: Literal["silu_and_mul", "gelu_and_mul", "swigluoai"] = "silu_and_mul"
@@ -69,6 +70,8 @@ class Layer:
             raise ValueError(f"top_k = {self.top_k} is more than the experts to choose from")
         if self.local_experts > experts:
             raise ValueError(f"num_local_experts = {self.num_local_experts} is more than {experts}")
+        if self.scoring_func == "sparse_mixer" and (self.top_k != 2 or groups > 1):
+            raise ValueError("scoring_func: sparse_mixer needs top_k: 2 and no groups")
         if self.correction_bias and self.scoring_func != "sigmoid":
             raise ValueError("correction_bias needs scoring_func: sigmoid")
         return self
@@ -117,11 +120,15 @@ class Layer:
         return weights
 
     def correction(self, device: torch.device | str = "cpu") -> torch.Tensor | None:
-        """Return the correction bias, None for a layer without one."""
+        """Return the correction bias, None for a layer without one.
+
+        It decides between neighbours in the order of scores, and leaves experts about as popular as
+        they are without it.
+        """
         if not self.correction_bias:
             return None
         order = torch.randperm(self.num_experts, generator=torch.Generator().manual_seed(0))
-        return torch.linspace(-0.01, 0.01, self.num_experts)[order].to(device)
+        return (torch.linspace(-0.2, 0.2, self.num_experts) / self.num_experts)[order].to(device)
 
     def draw_experts(
         self, weights: dict[str, torch.Tensor | None], experts: Iterable[int], seed: int = 0
@@ -150,7 +157,10 @@ class Layer:
         hidden = torch.empty(rows, self.hidden_size, dtype=dtype, device=device)
         hidden.normal_(0, 1, generator=make)
         logits = self._logits(rows, make, routing)
-        while (near := self._near_ties(logits).nonzero()[:, 0]).numel():
+        for _ in range(MAX_REDRAWS):
+            near = self._near_ties(logits).nonzero()[:, 0]
+            if not near.numel():
+                break
             logits[near] = self._logits(near.numel(), make, routing)
         inputs = {"hidden_states": hidden, "gating_output": logits}
         return {
@@ -176,12 +186,13 @@ class Layer:
     def _near_ties(self, logits: torch.Tensor) -> torch.Tensor:
         """Return which rows hold scores so close that their order could be a matter of rounding."""
         bias = self.correction(logits.device)
-        if bias is None:
+        if bias is None or self.num_experts == 1:
             return torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
         scores = torch.sigmoid(logits.double()) + bias
         gap = scores.sort(-1).values.diff(dim=-1).amin(-1)
         if self.num_expert_group > 1:
-            best = scores.unflatten(-1, (self.num_expert_group, -1)).topk(2, -1).values.sum(-1)
+            groups = scores.unflatten(-1, (self.num_expert_group, -1))
+            best = groups.topk(min(2, groups.shape[-1]), -1).values.sum(-1)
             gap = torch.minimum(gap, best.sort(-1).values.diff(dim=-1).amin(-1))
         return gap < NEAR_TIE
 

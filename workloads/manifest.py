@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
 
 from tileops.workloads.layer import Layer, Routing
 
@@ -43,15 +43,38 @@ class Case(BaseModel):
         ops: Only these operators; None is all that the layer can run.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     name: str
     source: str
     layer: Layer
-    tokens: tuple[PositiveInt, ...] = TOKENS
-    index_tokens: tuple[PositiveInt, ...] = INDEX_TOKENS
-    routing: tuple[Routing, ...] = ("uniform", "zipf", "hot", "alike")
-    ops: tuple[str, ...] | None = None
+    tokens: Annotated[list[PositiveInt], Field(min_length=1)] = list(TOKENS)
+    index_tokens: list[PositiveInt] = list(INDEX_TOKENS)
+    routing: Annotated[list[Routing], Field(min_length=1)] = list(get_args(Routing))
+    ops: Annotated[list[str], Field(min_length=1)] | None = None
+
+    @field_validator("ops")
+    @classmethod
+    def _known(cls, ops: list[str] | None) -> list[str] | None:
+        from tileops.workloads.problems import PROBLEMS
+
+        for op in ops or ():
+            if op not in PROBLEMS:
+                raise ValueError(f"{op!r} is none of {list(PROBLEMS)}")
+        return ops
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which a key does not stand twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.MarkedYAMLError(
+                    problem=f"{key!r} stands twice", problem_mark=node.start_mark
+                )
+        return super().construct_mapping(node, deep)
 
 
 def load(path: Path) -> list[Case]:
@@ -61,7 +84,7 @@ def load(path: Path) -> list[Case]:
         ManifestError: If there is no such file, it is no YAML, or a field is wrong.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ManifestError(f"{path}: {error}") from None
     if not isinstance(content, dict) or not content:
@@ -72,19 +95,31 @@ def load(path: Path) -> list[Case]:
 def _case(path: Path, name: str, fields: Any) -> Case:
     if not isinstance(fields, dict):
         raise ManifestError(f"{path}: {name}: must map fields to values, got {fields!r}")
-    layer = fields.get("layer")
-    if isinstance(layer, dict):
-        fields = {**fields, "layer": {**layer, "name": name}}
+    fields = {str(key): value for key, value in fields.items()}
+    inside = ""
     try:
+        if isinstance(layer := fields.get("layer"), dict):
+            inside = "layer"
+            given = {str(key): value for key, value in layer.items()}
+            _refuse_name(path, name, given)
+            fields["layer"] = Layer(**{**given, "name": name})
+            inside = ""
+        _refuse_name(path, name, fields)
         return Case.model_validate({**fields, "name": name})
     except ValidationError as error:
-        lines = [_line(path, name, **detail) for detail in error.errors()]
+        lines = [_line(path, name, inside, **detail) for detail in error.errors()]
         raise ManifestError("\n".join(lines)) from None
 
 
-def _line(path: Path, name: str, *, loc: tuple, msg: str, input: Any, **_: Any) -> str:
-    field = ".".join(map(str, loc)) or "fields"
-    shown = "" if isinstance(input, dict) else f", got {input!r}"
+def _refuse_name(path: Path, name: str, fields: dict[str, Any]) -> None:
+    if "name" in fields:
+        raise ManifestError(f"{path}: {name}: name: is the key under which the case stands")
+
+
+def _line(path: Path, name: str, inside: str, *, loc: tuple, msg: str, input: Any, **_: Any) -> str:
+    field = ".".join(map(str, (inside, *loc) if inside else loc)) or "fields"
+    whole = isinstance(input, dict) or type(input).__name__ == "ArgsKwargs"
+    shown = "" if whole else f", got {input!r}"
     return f"{path}: {name}: {field}: {msg.removeprefix('Value error, ')}{shown}"
 
 

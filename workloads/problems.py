@@ -109,9 +109,9 @@ class Draw:
         )
         return rows.normal_(0, 0.5, generator=make)
 
-    @cached_property
+    @property
     def output(self) -> torch.Tensor:
-        """What an op that writes a buffer writes to."""
+        """A new buffer for an op that writes one: no result of another op is in it."""
         return torch.full_like(self.tokens["hidden_states"], torch.nan)
 
     @cached_property
@@ -131,12 +131,18 @@ class Weights:
     """The parameters of a layer, whose experts get values when tokens first choose them."""
 
     def __init__(self, layer: Layer, dtype: torch.dtype, device: torch.device) -> None:
-        self._layer = layer
-        self._tensors = layer.empty_weights(dtype, device)
+        self._layer, self._dtype, self._device = layer, dtype, device
+        self._tensors: dict[str, torch.Tensor | None] = {}
         self._experts: set[int] = set()
+
+    @property
+    def num_drawn(self) -> int:
+        """Experts that have values."""
+        return len(self._experts)
 
     def drawn(self, ids: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """Return the parameters, those of the experts in ``ids`` with values."""
+        self._tensors = self._tensors or self._layer.empty_weights(self._dtype, self._device)
         here = {e for e in ids.unique().tolist() if e < self._layer.local_experts}
         self._layer.draw_experts(self._tensors, sorted(here - self._experts))
         self._experts |= here
@@ -158,6 +164,7 @@ class Problem:
         flops: Floating-point operations of the matrix products.
         num_bytes: Each input that the result depends on read once, each output written once.
         live: Picks from the outputs what is defined.
+        copies: Whether the outputs must be equal to the exact ones, being copies.
     """
 
     op: str
@@ -170,6 +177,7 @@ class Problem:
     num_bytes: float
     part: str = ""
     live: Callable[[Outputs], Outputs] = lambda outputs: outputs
+    copies: bool = False
 
     @property
     def name(self) -> str:
@@ -260,6 +268,7 @@ def _pre_permute(draw: Draw) -> Iterator[Problem]:
             inputs={"hidden_states": hidden, "local_expert_ids": ids},
             flops=0,
             num_bytes=_size(hidden) * (1 + draw.layer.top_k) + 2 * _size(ids),
+            copies=True,
         ),
         None,
     )
@@ -328,6 +337,7 @@ def _experts(
     hidden, ids = draw.tokens["hidden_states"], draw.routes[1]
     matrix = 3 * layer.ffn_size * layer.hidden_size
     per_expert = _size(*weights.values()) / layer.local_experts
+    small = _size(*(x for name, x in inputs.items() if name not in ("output", "hidden_states")))
 
     def plain(dtype: torch.dtype) -> Outputs:
         with computing_in(torch.promote_types(dtype, torch.float32)):
@@ -343,7 +353,7 @@ def _experts(
         exact=lambda: plain(torch.float64),
         same_dtype=lambda: plain(draw.dtype),
         flops=2.0 * draw.chosen.numel() * matrix,
-        num_bytes=2 * _size(hidden) + draw.num_chosen_experts * per_expert,
+        num_bytes=2 * _size(hidden) + draw.num_chosen_experts * per_expert + small,
     )
 
 
@@ -384,6 +394,9 @@ def _onnx_moe(draw: Draw) -> Iterator[Problem]:
         or layer.scoring_func == "sigmoid"
         or layer.activation != "silu_and_mul"
         or layer.expert_bias
+        or layer.local_experts != layer.num_experts
+        or layer.num_expert_group > 1
+        or layer.routed_scaling_factor != 1
     ):
         return
     gate, up = draw.weights["w_gate_up"].chunk(2, 1)  # type: ignore[union-attr]

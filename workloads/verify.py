@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import psutil
@@ -21,6 +22,8 @@ from tileops.workloads.problems import (
     Problem,
     Weights,
 )
+
+NO_SUCH_OP = "the layer has no such op"
 
 
 @dataclass(frozen=True)
@@ -110,22 +113,40 @@ def verify(
         if step.case.layer is not layer:
             weights = None  # the old ones go before the new ones come
             layer, weights = step.case.layer, Weights(step.case.layer, dtype, device)
+        if too_large(step, step.ops, dtype, device, weights) and weights.num_drawn:
+            weights = Weights(layer, dtype, device)
         draw = Draw(layer, step.tokens, dtype, device, step.routing, weights=weights)
         rows = []
         for op in step.ops:
             base = Row(op, step.case.name, step.tokens, step.routing, str(dtype)[6:], target)
-            if (reason := too_large(draw, op)) is not None:
+            if (reason := too_large(step, (op,), dtype, device, weights)) is not None:
                 rows.append(Row(**{**vars(base), "skipped": reason}))
-                continue
-            for problem in PROBLEMS[op](draw):
-                rows.append(_check(problem, base))
-        yield rows
+            else:
+                rows += [_check(problem, base) for problem in PROBLEMS[op](draw)]
+        names = ", ".join(step.ops), step.case.name, step.tokens, step.routing, str(dtype)[6:]
+        yield rows or [Row(*names, target, skipped=NO_SUCH_OP)]
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Have torch fill new memory with NaN, or with the largest integer: what is not written shows.
+
+    The mode that does it also forbids nondeterministic operations: here it only warns of them.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
 def _check(problem: Problem, row: Row) -> Row:
     fields = {**vars(row), "op": problem.name}
     try:
-        got = problem.prepared(row.target)()
+        with poisoned():
+            got = problem.prepared(row.target)()
     except NoKernelError as error:
         return Row(**fields | {"skipped": str(error)})
     error, limit = comparison(problem)(got)
@@ -135,18 +156,18 @@ def _check(problem: Problem, row: Row) -> Row:
 def comparison(problem: Problem) -> Callable[[Outputs], tuple[float, float]]:
     """Return a function of outputs: the error and the bound of the one furthest from right.
 
-    Integers have no error: an output with a wrong one is infinitely far off.
+    Integers and copies have no error: an output with a wrong one is infinitely far off.
     """
     exact, same = problem.live(problem.exact()), problem.live(problem.same_dtype())
 
     def compare(outputs: Outputs) -> tuple[float, float]:
         pairs = []
         for out, want, plain in zip(problem.live(outputs), exact, same, strict=True):
-            if out.is_floating_point():
+            if problem.copies or not out.is_floating_point():
+                pairs.append((0.0 if torch.equal(out, want.to(out.dtype)) else float("inf"), 0.0))
+            else:
                 limit = bound(plain.to(out.dtype), want, worst_row_error)
                 pairs.append((worst_row_error(out, want), limit))
-            else:
-                pairs.append((0.0 if torch.equal(out, want) else float("inf"), 0.0))
         return max(pairs, key=_excess)
 
     return compare
@@ -159,24 +180,29 @@ def _excess(pair: tuple[float, float]) -> float:
     return error / limit if limit else error
 
 
-def too_large(draw: Draw, op: str) -> str | None:
-    """Say why a problem does not fit in memory, or return None.
+def too_large(
+    step: Step, ops: Sequence[str], dtype: torch.dtype, device: torch.device, weights: Weights
+) -> str | None:
+    """Say why some ops at a step do not fit in memory, or return None.
 
-    Counted are the experts that tokens choose, and a step's largest intermediate values, some of
-    them in float64.
+    Counted are the experts that have weights or may be chosen (on a GPU all that are here), and a
+    step's largest intermediate values, some of them in float64.
     """
-    layer, size = draw.layer, draw.dtype.itemsize
-    wide = 2 * layer.ffn_size + 3 * layer.hidden_size
-    need = draw.num_tokens * (layer.num_experts * 40 + layer.top_k * 8)
-    if op not in INDEX_OPS:
-        experts = min(layer.local_experts, draw.num_tokens * layer.top_k)
+    layer, size = step.case.layer, dtype.itemsize
+    need = step.tokens * (layer.num_experts * 40 + layer.top_k * 8)
+    if any(op not in INDEX_OPS for op in ops):
+        chosen = step.tokens * layer.top_k + weights.num_drawn
+        experts = layer.local_experts
+        experts = experts if device.type == "cuda" else min(experts, chosen)
         need += experts * 3 * layer.hidden_size * layer.ffn_size * size
-        need += draw.num_tokens * layer.top_k * wide * (size + 8)
-    free = (
-        torch.cuda.get_device_properties(draw.device).total_memory
-        if draw.device.type == "cuda"
+        need += 3 * layer.hidden_size * (layer.shared_size or 0) * (size + 8)
+        wide = 2 * layer.ffn_size + 3 * layer.hidden_size
+        need += step.tokens * layer.top_k * wide * (size + 8)
+    there = (
+        torch.cuda.get_device_properties(device).total_memory
+        if device.type == "cuda"
         else psutil.virtual_memory().total
     )
-    if need < 0.85 * free:
+    if need < 0.85 * there:
         return None
-    return f"needs about {need / 1e9:.0f} GB of memory, {draw.device} has {free / 1e9:.0f} GB"
+    return f"needs about {need / 1e9:.0f} GB of memory, {device} has {there / 1e9:.0f} GB"

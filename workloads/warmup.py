@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -18,6 +18,9 @@ from tileops.workloads.problems import PROBLEMS, Draw, Outputs
 from tileops.workloads.verify import Step
 
 GPU = COMPILE_TARGET["arch"]
+
+TOKENS = tuple(2**i for i in range(18))
+"""Which kernel serves a call depends on the number of tokens: these find all that there are."""
 
 
 class Shapes(Draw):
@@ -66,7 +69,7 @@ class Shapes(Draw):
     def inner_rows(self) -> torch.Tensor:
         return self._blank(self.chosen.numel(), self.layer.ffn_size)
 
-    @cached_property
+    @property
     @override
     def output(self) -> torch.Tensor:
         return self._blank(*self.tokens["hidden_states"].shape)
@@ -92,7 +95,6 @@ def needed(
     steps: Sequence[Step],
     arch: str,
     dtype: torch.dtype = torch.bfloat16,
-    report: Callable[[Step], None] = lambda step: None,
 ) -> tuple[list[Build], dict[str, str]]:
     """List the builds that the calls of some steps need, whatever the routing.
 
@@ -102,7 +104,6 @@ def needed(
         steps: What is going to run.
         arch: One of `architectures`.
         dtype: Of tokens and weights.
-        report: Told each step that is done.
 
     Returns:
         The builds, each once, and for each operator that the target cannot run a reason.
@@ -125,5 +126,4 @@ def needed(
                             call.prepared(target)()
                     except NoKernelError as error:
                         refused[op] = str(error)
-            report(step)
     return builds, refused

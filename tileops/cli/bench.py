@@ -15,6 +15,7 @@ from tileops.cli.app import (
     DTYPES,
     JsonFile,
     app,
+    err,
     fail,
     note,
     one_of,
@@ -30,6 +31,7 @@ from tileops.cli.manifests import (
     Routings,
     Target,
     Tokens,
+    check_writable,
     command_line,
     report_skipped,
     selected,
@@ -75,10 +77,18 @@ def run_bench(
     from tileops.workloads import bench
     from tileops.workloads.peers import PEERS
 
-    for peer in peers or ():
-        one_of("--peers", peer.partition("=")[0], PEERS)
+    peers = list(dict.fromkeys(peers or ()))
+    for peer in peers:
+        name, _, folder = peer.partition("=")
+        one_of("--peers", name, PEERS)
+        if (name == "tileops-0.1") is not bool(folder):
+            raise fail(f"--peers {name}: " + ("takes no folder" if folder else "needs =FOLDER"))
+    check_writable("--json", json_file)
     if plot is not None and find_spec("matplotlib") is None:
         raise fail("--plot needs one more package: python -m pip install matplotlib")
+    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
+        raise fail(f"--plot must end in .png, .svg or .pdf, got {plot}")
+    check_writable("--plot", plot)
     quiet_compiler()
     report: bench.Report | None = None
     args = steps, target, peers or (), graph, DTYPES[dtype], command_line()
@@ -86,6 +96,9 @@ def run_bench(
         for report, rows in bench.bench(*args):
             if rows:
                 done(f"{rows[0].case}, {rows[0].tokens} tokens")
+                for row in rows:
+                    if row.failed:
+                        err.print(f"failed: {row}", style="red", soft_wrap=True)
                 if json_file is not None:  # each step, so that a run cut short leaves its results
                     write(json_file, asdict(report))
     assert report is not None
@@ -97,6 +110,10 @@ def run_bench(
             draw(report, plot)
         except ValueError as error:
             raise fail(f"--plot: {error}") from None
+    if any(row.failed for row in report.rows):
+        raise fail("a result is wrong, or a call failed")
+    if all(row.skipped for row in report.rows):
+        raise fail("every call was skipped")
 
 
 def _print_bench(report: bench.Report, peers: Sequence[str]) -> None:

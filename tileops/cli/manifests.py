@@ -60,10 +60,11 @@ def selected(
         one_of("--op", op, list(PROBLEMS))
     for kind in routing or ():
         one_of("--routing", kind, get_args(Routing))
-    chosen = [found[name] for name in cases or found]
-    steps = verify.steps(chosen, tokens, routing, ops)  # type: ignore[arg-type]
+    chosen = [found[name] for name in dict.fromkeys(cases or found)]
+    unique = [None if x is None else list(dict.fromkeys(x)) for x in (tokens, routing, ops)]
+    steps = verify.steps(chosen, *unique)  # type: ignore[arg-type]
     if not steps:
-        raise fail(f"no case of {list(found)} runs {ops}")
+        raise fail(f"no case of {list(found)} has {ops} among its ops")
     return steps
 
 
@@ -89,6 +90,16 @@ def report_skipped(found: Sequence[tuple[str, str, int, str | None]]) -> None:
         op, case, tokens = calls[0]
         more = f" and {len(calls) - 1} more" if len(calls) > 1 else ""
         note(f"skipped {op} of {case} at {tokens} tokens{more}: {reason}")
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """End the command in words if a file cannot be written: before the work, not after it."""
+    if path is None:
+        return
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise fail(f"{option}: {error}") from None
 
 
 def write(path: Path, content: dict) -> None:

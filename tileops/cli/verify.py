@@ -25,6 +25,7 @@ from tileops.cli.manifests import (
     Routings,
     Target,
     Tokens,
+    check_writable,
     command_line,
     report_skipped,
     selected,
@@ -50,14 +51,26 @@ def run_verify(
     from tileops.workloads import bench, verify
 
     quiet_compiler()
+    check_writable("--json", json_file)
     rows: list[verify.Row] = []
-    with progress_bar(len(steps)) as done:
-        for found in verify.verify(steps, target, DTYPES[dtype]):
-            rows += found
-            for row in found:
-                if not row.passed:
-                    err.print(f"failed: {row}", style="red", soft_wrap=True)
-            done(f"{found[0].case}, {found[0].tokens} tokens" if found else "")
+    try:
+        with progress_bar(len(steps)) as done:
+            for found in verify.verify(steps, target, DTYPES[dtype]):
+                rows += found
+                for row in found:
+                    if not row.passed:
+                        err.print(f"failed: {row}", style="red", soft_wrap=True)
+                done(f"{found[0].case}, {found[0].tokens} tokens")
+    finally:  # an interrupted run leaves what it found
+        if json_file is not None:
+            content = {
+                "command": command_line(),
+                "machine": bench.machine(verify.device_of(target)),
+                "versions": bench.versions(),
+                "date": bench.today(),
+                "rows": [asdict(row) for row in rows],
+            }
+            write(json_file, content)
     table = Table("op", "case", "dtype", "target")
     for name in ("calls", "max error", "bound", "pass"):
         table.add_column(name, justify="right")
@@ -71,17 +84,6 @@ def run_verify(
             table.add_row(*key, str(len(group)), *numbers, style=None if passed else "red")
     out.print(table)
     report_skipped([(row.op, row.case, row.tokens, row.skipped) for row in rows])
-    if json_file is not None:
-        write(
-            json_file,
-            {
-                "command": command_line(),
-                "machine": bench.machine(verify.device_of(target)),
-                "versions": bench.versions(),
-                "date": bench.today(),
-                "rows": [asdict(row) for row in rows],
-            },
-        )
     failures = sum(not row.passed for row in rows)
     if failures:
         raise fail(f"{failures} of {len(rows)} calls failed")

@@ -39,7 +39,12 @@ def run_warmup(
 
     arch = one_of("--arch", arch, warmup.architectures())
     dtype = one_of("--dtype", dtype, list(DTYPES))
-    steps = selected(manifests, case, op, tokens, ["uniform"])
+    try:
+        if cache_dir is not None:
+            cache_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise fail(f"--cache-dir: {error}") from None
+    steps = selected(manifests, case, op, tokens or warmup.TOKENS, ["uniform"])
     builds, refused = warmup.needed(steps, arch, DTYPES[dtype])
     counts = {True: 0, False: 0}
     with progress_bar(len(builds)) as done:
