@@ -12,8 +12,6 @@ import math
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-import torch
-
 from tileops.workloads.problems import Outputs, Problem
 from tileops.workloads.timing import microseconds
 
@@ -62,6 +60,3 @@ def contiguous_experts(problem: Problem) -> bool:
     plain = inputs.get("b_gate_up") is None and inputs.get("b_down") is None
     limit = inputs["topk_ids"].max() if "topk_ids" in inputs else -math.inf
     return plain and bool(limit < inputs["w_down"].shape[0])
-
-
-__all__ = ["PEERS", "Check", "PeerError", "contiguous_experts", "measure", "torch"]
