@@ -14,6 +14,7 @@ from tileops.kernels.cpu.threads import parallel
 from tileops.moe import (
     ContiguousLayoutSpec,
     FusedMoEFwdOp,
+    FusedTopKFwdOp,
     MoEGroupedGemmFwdOp,
     MoEPostPermuteFwdOp,
 )
@@ -101,8 +102,11 @@ def test_the_level_is_named():
 
 def test_an_unknown_level_is_refused(monkeypatch):
     monkeypatch.setenv("TILEOPS_CPU_LEVEL", "z80")
-    with pytest.raises(ValueError, match="TILEOPS_CPU_LEVEL must be one of .* got 'z80'"):
+    message = "TILEOPS_CPU_LEVEL must be one of .* got 'z80'"
+    with pytest.raises(ValueError, match=message):
         compiler.level()
+    with pytest.raises(NoKernelError, match=message):
+        FusedTopKFwdOp(1, target="cpu")(torch.randn(2, 4))
 
 
 def test_no_compiler_is_said_in_words(monkeypatch):

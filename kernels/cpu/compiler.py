@@ -180,12 +180,10 @@ def flags(name: str) -> list[str]:
 
 def refusal() -> str | None:
     """Return why no kernel can be compiled here, or None if one can."""
-    if (ahead := compilation.collected_arch()) is not None:
-        try:
-            named(ahead)
-        except ValueError as error:
-            return str(error)
-    return _found(level())[1]
+    try:
+        return _found(level())[1]
+    except ValueError as error:
+        return str(error)
 
 
 jit = partial(
