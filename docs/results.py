@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from tileops.workloads import plot
-from tileops.workloads.bench import OURS, Report, Row
+from tileops.workloads.report import OURS, Report, Row
 
 RESULTS = Path("results")
 MARK = "<!-- results -->"

@@ -10,7 +10,7 @@ from tileops import targets
 from tileops.__main__ import app
 from tileops.cli import machine
 from tileops.kernels.cuda import device
-from tileops.workloads import demo
+from tileops.workloads import demo, timing
 from tileops.workloads.layer import Layer
 
 SMALL = Layer("small", num_experts=16, top_k=4, hidden_size=64, ffn_size=48)
@@ -22,7 +22,7 @@ def run(*args, **env):
 
 @pytest.fixture
 def small_layer(monkeypatch):
-    monkeypatch.setattr(demo, "SECONDS_PER_SIZE", 0.0)
+    monkeypatch.setattr(timing, "SECONDS", 0.0)
     monkeypatch.setattr(demo, "run", partial(demo.run, layer=SMALL))
 
 

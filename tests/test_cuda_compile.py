@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tileops.kernels.cuda import (
+    count_routes,
     device,
     grouped_gemm_tiles,
     permute,
@@ -17,7 +18,7 @@ from tileops.kernels.cuda import (
     topk,
     topk_scan,
 )
-from tileops.kernels.cuda.sm90 import grouped_gemm
+from tileops.kernels.cuda.sm90 import multiply_tiles
 from tileops.kernels.cuda.sm90.configs import pick_gemm
 from tileops.moe import FusedTopKFwdOp
 from tileops.targets import NoKernelError
@@ -31,7 +32,7 @@ DECODE, PREFILL = pick_gemm(64, 128), pick_gemm(65_536, 128)
 
 
 def gemm(dtype, out_dtype, activation, has_bias, role, tile):
-    return grouped_gemm.build(dtype, out_dtype, activation, has_bias, role, *astuple(tile))
+    return multiply_tiles.build(dtype, out_dtype, activation, has_bias, role, *astuple(tile))
 
 
 KERNELS = {
@@ -40,7 +41,7 @@ KERNELS = {
     "router": lambda: router.build("float32", "bfloat16", "sqrt_softplus", "int64", False, 8),
     "sparse mixer": lambda: sparse_mixer.build("bfloat16"),
     "swiglu": lambda: swiglu.build("bfloat16", True),
-    "count routes": place_routes.build_count,
+    "count routes": count_routes.build,
     "place routes in a cluster": lambda: place_routes.build_place("sources", place_routes.CLUSTER),
     "place counted routes": lambda: place_routes.build_place("slots", 0),
     "copy rows": permute.build_copy,

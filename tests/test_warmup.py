@@ -163,8 +163,8 @@ def test_the_builds_of_a_cuda_layer_are_found_without_a_gpu():
         "topk.build",
         "place_routes.build_place",
         "grouped_gemm_tiles.build",
-        "sm90.grouped_gemm.build",
-        "sm90.grouped_gemm.build",
+        "sm90.multiply_tiles.build",
+        "sm90.multiply_tiles.build",
         "post_permute.build",
     ]
     with collecting("sm_90a") as builds:

@@ -8,138 +8,25 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import platform
-import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-import tileops
 from tileops.targets import NoKernelError
 from tileops.workloads import timing
+from tileops.workloads.draw import Draw, Outputs, Weights
 from tileops.workloads.peers import PeerError, measure
-from tileops.workloads.problems import PROBLEMS, Draw, Problem, Weights
+from tileops.workloads.problems import PROBLEMS, Problem
+from tileops.workloads.report import OURS, Rates, Report, Row, machine, today, versions
 from tileops.workloads.verify import NO_SUCH_OP, Step, comparison, device_of, poisoned, too_large
 
 CACHES = 3
 """The inputs that are taken in turn are together so many times the size of the cache."""
 MAX_SETS = 32
-
-OURS = "tileops"
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What the machine reaches.
-
-    Attributes:
-        flops: FLOP/s of a dense matrix product.
-        bytes: Bytes per second, read and written, of a copy.
-    """
-
-    flops: float
-    bytes: float
-
-
-@dataclass(frozen=True)
-class Row:
-    """One implementation on one call.
-
-    Attributes:
-        op: The operator, and the part of it.
-        case: The manifest's case.
-        tokens: T.
-        routing: How tokens chose experts.
-        dtype: Of tokens and weights.
-        by: ``"tileops"`` or the peer.
-        microseconds: Median time, NaN where there is none.
-        how: Taken from calls (``"eager"``), from replays of a CUDA graph, or on a ``"cpu"``.
-        error: The largest relative error of an output row.
-        flops: Operations that the call needs.
-        num_bytes: Bytes that it must move.
-        skipped: Why there is no time, or None.
-        failed: Whether that is a fault of ours: a wrong result, or an error.
-    """
-
-    op: str
-    case: str
-    tokens: int
-    routing: str
-    dtype: str
-    by: str
-    microseconds: float = math.nan
-    how: str = ""
-    error: float = math.nan
-    flops: float = 0.0
-    num_bytes: float = 0.0
-    skipped: str | None = None
-    failed: bool = False
-
-    def floor(self, rates: Rates) -> float:
-        """Return the least microseconds that the machine could take."""
-        return 1e6 * max(self.flops / rates.flops, self.num_bytes / rates.bytes)
-
-
-@dataclass
-class Report:
-    """A run: where, with what, and what came out."""
-
-    command: str
-    machine: str
-    versions: dict[str, str]
-    date: str
-    target: str
-    rates: Rates
-    rows: list[Row] = field(default_factory=list)
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Report:
-        """Return the report whose fields a JSON file holds, None for what is not a number."""
-        rows = [
-            Row(**{k: math.nan if v is None and k != "skipped" else v for k, v in row.items()})
-            for row in content["rows"]
-        ]
-        return cls(**{**content, "rates": Rates(**content["rates"]), "rows": rows})
-
-
-def machine(device: torch.device) -> str:
-    """Name the processor and, for a GPU, its driver."""
-    if device.type == "cuda":
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-        found = subprocess.run(query, capture_output=True, text=True, check=False)
-        return f"{torch.cuda.get_device_name(device)}, driver {found.stdout.strip() or 'unknown'}"
-    names = {"processor": platform.processor() or platform.machine()}
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            names |= dict(
-                (part.strip() for part in line.split(":", 1)) for line in lines if ":" in line
-            )
-    except OSError:
-        pass
-    name = names.get("model name", names["processor"])
-    return f"{name}, {torch.get_num_threads()} threads"
-
-
-def today() -> str:
-    """Return the date in UTC."""
-    return datetime.now(UTC).strftime("%Y-%m-%d")
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that a result depends on."""
-    found = {"tileops": tileops.__version__, "python": platform.python_version()}
-    for package in ("torch", "tilelang"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "unknown"
-    return found
 
 
 def bench(
@@ -172,8 +59,8 @@ def bench(
             try:
                 rows = running[index].result()
             except Exception as error:
-                reason = f"{type(error).__name__}: {error}"[:300]
-                rows = [_without_time(step, dtype, reason, failed=True)]
+                row = Row(**step.call(dtype), by=OURS, failed=True)
+                rows = [replace(row, skipped=_in_words(error))]
             if isinstance(running[index].exception(), BrokenProcessPool):
                 # a process died with the turn in its hands: the rest needs others
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -195,10 +82,10 @@ def _pool(target: str) -> ProcessPoolExecutor:
     )
 
 
-def _without_time(step: Step, dtype: torch.dtype, reason: str, failed: bool = False) -> Row:
-    """Return the row of a step that gave none."""
-    names = ", ".join(step.ops), step.case.name, step.tokens, step.routing, str(dtype)[6:]
-    return Row(*names, OURS, skipped=reason, failed=failed)
+def _in_words(error: Exception) -> str:
+    if isinstance(error, BrokenProcessPool):
+        return "its process was ended, for want of memory perhaps: try fewer tokens"
+    return f"{type(error).__name__}: {error}"[:300]
 
 
 _turn: Any = None
@@ -226,44 +113,50 @@ def _step(
         weights = Weights(step.case.layer, dtype, device_of(target))
         args = target, peers, graph, dtype, weights
         rows = [row for op in step.ops for row in _op_rows(step, op, *args)]
-        return rows or [_without_time(step, dtype, NO_SUCH_OP)]
+        return rows or [Row(**step.call(dtype), by=OURS, skipped=NO_SUCH_OP)]
 
 
 def _op_rows(step, op, target, peers, graph, dtype, weights) -> Iterator[Row]:
     device, layer = device_of(target), step.case.layer
-    base = Row(op, step.case.name, step.tokens, step.routing, str(dtype)[6:], OURS)
+    base = Row(**step.call(dtype, op), by=OURS)
 
     def problems(seed: int) -> list[Problem]:
         draw = Draw(layer, step.tokens, dtype, device, step.routing, seed, weights)
         return list(PROBLEMS[op](draw))
 
     if (reason := too_large(step, (op,), dtype, device, weights)) is not None:
-        yield Row(**{**vars(base), "skipped": reason})
+        yield replace(base, skipped=reason)
         return
     with torch.inference_mode():
-        parts = list(zip(*(problems(seed) for seed in _seeds(problems(1), device)), strict=True))
-        for sets in parts:
-            fields = vars(base) | {"op": sets[0].name}
-            fields |= {"flops": sets[0].flops, "num_bytes": sets[0].num_bytes}
-            compare = comparison(sets[0])
+        first = problems(1)
+        others = [problems(seed) for seed in range(2, 1 + _sets(first, device))]
+        for sets in zip(first, *others, strict=True):
+            one, compare = sets[0], comparison(sets[0])
+            row = replace(base, op=one.name, flops=one.flops, num_bytes=one.num_bytes)
             for by in (OURS, *peers):
-                fields["by"] = by.partition("=")[0]
-                yield _time(sets, by, target, graph, fields, compare)
+                here = replace(row, by=by.partition("=")[0])
+                yield _time(sets, by, target, device, graph, here, compare)
 
 
-def _seeds(found: list[Problem], device: torch.device) -> range:
-    """Return the seeds of as many sets of inputs as it takes to get past the cache."""
+def _sets(found: list[Problem], device: torch.device) -> int:
+    """Return how many sets of inputs it takes to get past the cache."""
     smallest = min((problem.num_bytes for problem in found), default=1)
     count = math.ceil(CACHES * timing.cache_bytes(device) / max(smallest, 1))
-    return range(1, 1 + max(1, min(count, MAX_SETS)))
+    return max(1, min(count, MAX_SETS))
 
 
 def _time(
-    sets: Sequence[Problem], by: str, target: str, graph: bool | None, fields: dict, compare
+    sets: Sequence[Problem],
+    by: str,
+    target: str,
+    device: torch.device,
+    graph: bool | None,
+    row: Row,
+    compare: Callable[[Outputs], tuple[float, float]],
 ) -> Row:
     errors: list[float] = []
 
-    def check(outputs) -> None:
+    def check(outputs: Outputs) -> None:
         error, limit = compare(outputs)
         errors.append(error)
         if not error <= limit:
@@ -275,14 +168,13 @@ def _time(
             with poisoned():
                 outputs = calls[0]()
             check(outputs)
-            spent, how = timing.microseconds(calls, graph)
+            spent, how = timing.microseconds(calls, device, graph)
         else:
             spent, how = measure(by, sets, check, graph)
     except NoKernelError as error:
-        return Row(**fields | {"skipped": str(error)})
+        return replace(row, skipped=str(error))
     except PeerError as error:
-        return Row(**fields | {"skipped": str(error), "failed": by == OURS})
+        return replace(row, skipped=str(error), failed=by == OURS)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"[:300]
-        return Row(**fields | {"skipped": reason, "failed": by == OURS})
-    return Row(**fields | {"microseconds": spent, "how": how, "error": errors[0]})
+        return replace(row, skipped=_in_words(error), failed=by == OURS)
+    return replace(row, microseconds=spent, how=how, error=errors[0])

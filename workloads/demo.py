@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
@@ -14,12 +12,10 @@ from tileops.moe import FusedMoEFwdOp, FusedTopKFwdOp
 from tileops.workloads.accuracy import bound, relative_error
 from tileops.workloads.layer import Layer, eager_experts
 from tileops.workloads.manifest import layers
+from tileops.workloads.timing import microseconds
 
 LAYER = layers()["qwen3-30b-a3b"]
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
-
-MIN_CALLS, MAX_CALLS = 3, 20
-SECONDS_PER_SIZE = 2.0
 
 
 @dataclass(frozen=True)
@@ -88,8 +84,8 @@ def run(
     for count in tokens:
         progress(f"running {count} token{'s' if count > 1 else ''}")
         error = relative_error(call(count), exact[:count])
-        milliseconds = _time(lambda count=count: call(count), device)
-        yield Row(target, count, milliseconds, error, bound(eager[:count], exact[:count]))
+        spent, _ = microseconds([lambda count=count: call(count)], device, graph=False)
+        yield Row(target, count, spent / 1000, error, bound(eager[:count], exact[:count]))
 
 
 def _eager(layer: Layer, inputs: dict[str, torch.Tensor], weights: dict[str, Any]) -> torch.Tensor:
@@ -105,23 +101,3 @@ def _eager(layer: Layer, inputs: dict[str, torch.Tensor], weights: dict[str, Any
         activation=activation,
         **weights,
     )
-
-
-def _time(call: Callable[[], object], device: torch.device) -> float:
-    """Return the median milliseconds of several calls, after one that is not counted."""
-    call()
-    times: list[float] = []
-    end = time.perf_counter() + SECONDS_PER_SIZE
-    while len(times) < MIN_CALLS or (len(times) < MAX_CALLS and time.perf_counter() < end):
-        if device.type == "cuda":
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in "12")
-            start.record()
-            call()
-            stop.record()
-            stop.synchronize()
-            times.append(start.elapsed_time(stop))
-        else:
-            begin = time.perf_counter()
-            call()
-            times.append(1000 * (time.perf_counter() - begin))
-    return median(times)

@@ -162,6 +162,11 @@ class Layer:
             if not near.numel():
                 break
             logits[near] = self._logits(near.numel(), make, routing)
+        else:
+            raise ValueError(
+                f"{self.name}: found no router logits without near-ties: take fewer experts, or no "
+                f"correction_bias"
+            )
         inputs = {"hidden_states": hidden, "gating_output": logits}
         return {
             name: x.expand(num_tokens, -1).contiguous() if rows else x for name, x in inputs.items()
@@ -189,7 +194,10 @@ class Layer:
         if bias is None or self.num_experts == 1:
             return torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
         scores = torch.sigmoid(logits.double()) + bias
-        gap = scores.sort(-1).values.diff(dim=-1).amin(-1)
+        # the order of those chosen, and the first that is not; with groups it may be any expert
+        most = self.num_experts if self.num_expert_group > 1 else self.top_k + 1
+        best = scores.topk(min(most, self.num_experts), -1).values
+        gap = -best.diff(dim=-1).amax(-1)
         if self.num_expert_group > 1:
             groups = scores.unflatten(-1, (self.num_expert_group, -1))
             best = groups.topk(min(2, groups.shape[-1]), -1).values.sum(-1)

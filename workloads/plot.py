@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
-from tileops.workloads.bench import OURS, Report
+from tileops.workloads.report import OURS, Report
 
 COLUMNS = 3
 MARKERS = "osD^vPX*"

@@ -17,17 +17,20 @@ SHORT_MICROSECONDS = 1000
 Call = Callable[[], object]
 
 
-def microseconds(calls: Sequence[Call], graph: bool | None = None) -> tuple[float, str]:
+def microseconds(
+    calls: Sequence[Call], device: torch.device, graph: bool | None = None
+) -> tuple[float, str]:
     """Return the median time of a call, and how it was taken: `"graph"`, `"eager"` or `"cpu"`.
 
     Args:
         calls: The same call on several sets of inputs, which are taken in turn so that none finds
             its inputs in a cache.
+        device: Where they run.
         graph: Whether GPU calls are replayed from a CUDA graph of one turn; None: the short ones.
     """
     for call in calls:
         call()
-    if not torch.cuda.is_available():
+    if device.type != "cuda":
         return _host_time(calls), "cpu"
     torch.cuda.synchronize()
     eager = _event_time(calls)
@@ -84,7 +87,7 @@ def dense_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of a large square matrix product through torch, on random data."""
     size = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in "ab")
-    return 2e6 * size**3 / microseconds([lambda: a @ b], graph=False)[0]
+    return 2e6 * size**3 / microseconds([lambda: a @ b], device, graph=False)[0]
 
 
 def copy_rate(device: torch.device) -> float:
@@ -95,7 +98,7 @@ def copy_rate(device: torch.device) -> float:
     size = 2**30 if device.type == "cuda" else 2**27
     source, target = (torch.ones(size, dtype=torch.bfloat16, device=device) for _ in "st")
     calls = lambda: target.copy_(source), lambda: torch.neg(source, out=target)
-    return 4e6 * size / min(microseconds([call], graph=False)[0] for call in calls)
+    return 4e6 * size / min(microseconds([call], device, graph=False)[0] for call in calls)
 
 
 def cache_bytes(device: torch.device) -> int:

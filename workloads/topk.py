@@ -1,9 +1,6 @@
-"""Top-k routing: reference and cases."""
+"""Top-k routing: reference."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -60,59 +57,3 @@ def fused_topk_fwd(
         total = weights.sum(-1, keepdim=True)
         weights = torch.where(total == 0, 0.0, weights / total)
     return (weights * routed_scaling_factor).contiguous(), ids.int().contiguous()
-
-
-@dataclass(frozen=True)
-class Case:
-    """Routing of one model.
-
-    Attributes:
-        name: What the case is called in tests and tables.
-        num_experts: E.
-        settings: Arguments of ``FusedTopKFwdOp``.
-        bias: Whether a correction bias is passed.
-    """
-
-    name: str
-    num_experts: int
-    settings: dict[str, Any] = field(hash=False)
-    bias: bool = False
-
-    def inputs(
-        self, num_tokens: int, dtype: torch.dtype, device: torch.device | str, seed: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return ``(gating_output, correction_bias)`` whose scores have no near-ties.
-
-        Each row is a shuffle of distinct, evenly spaced logits, so that a selection is never
-        decided by the last bit of an exponential.
-        """
-        make = torch.Generator().manual_seed(seed)
-        order = torch.rand(num_tokens, self.num_experts, generator=make).argsort(-1)
-        logits = torch.linspace(-4, 4, self.num_experts)[order].to(dtype)
-        bias = None
-        if self.bias:
-            bias = torch.linspace(-1, 1, self.num_experts)[
-                torch.randperm(self.num_experts, generator=make)
-            ].to(device)
-        return logits.to(device), bias
-
-
-_DEEPSEEK = {
-    "top_k": 8,
-    "scoring_func": "sigmoid",
-    "renormalize": True,
-    "num_expert_group": 8,
-    "topk_group": 4,
-    "routed_scaling_factor": 2.5,
-}
-
-CASES = (
-    Case("qwen3-30b-a3b", 128, {"top_k": 8, "renormalize": True}),
-    Case("olmoe", 64, {"top_k": 8}),
-    Case("deepseek-v3", 256, _DEEPSEEK, bias=True),
-    Case("deepseek-v2-lite", 64, {"top_k": 6}),
-    Case("glm-4.5", 160, {"top_k": 8, "scoring_func": "sigmoid", "renormalize": True}, bias=True),
-    Case("gpt-oss-20b", 32, {"top_k": 4, "renormalize": True}),
-    Case("llama-4-maverick", 128, {"top_k": 1, "scoring_func": "sigmoid"}),
-    Case("mixtral-8x7b", 8, {"top_k": 2, "renormalize": True}),
-)

@@ -5,23 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import psutil
 import torch
 
 from tileops.targets import NoKernelError
 from tileops.workloads.accuracy import bound, worst_row_error
+from tileops.workloads.draw import Draw, Outputs, Weights
 from tileops.workloads.layer import Routing
 from tileops.workloads.manifest import Case
-from tileops.workloads.problems import (
-    INDEX_OPS,
-    PROBLEMS,
-    Draw,
-    Outputs,
-    Problem,
-    Weights,
-)
+from tileops.workloads.problems import INDEX_OPS, PROBLEMS, Problem
 
 NO_SUCH_OP = "the layer has no such op"
 
@@ -35,10 +30,15 @@ class Step:
     routing: Routing
     ops: tuple[str, ...]
 
+    def call(self, dtype: torch.dtype, op: str | None = None) -> dict[str, Any]:
+        """Return the fields of a `Call`: of one op, or of all."""
+        name = op or ", ".join(self.ops)
+        return vars(Call(name, self.case.name, self.tokens, self.routing, str(dtype)[6:]))
+
 
 @dataclass(frozen=True)
-class Row:
-    """What was found for one call.
+class Call:
+    """Which call a row is about.
 
     Attributes:
         op: The operator, and the part of it.
@@ -46,10 +46,6 @@ class Row:
         tokens: T.
         routing: How tokens chose experts.
         dtype: Of tokens and weights.
-        target: The target that ran it.
-        error: The largest relative error of an output row; of integers, 0 or infinity.
-        bound: What the error may be: twice that of plain torch in the dtype, plus one rounding.
-        skipped: Why it was not run, or None.
     """
 
     op: str
@@ -57,6 +53,19 @@ class Row:
     tokens: int
     routing: str
     dtype: str
+
+
+@dataclass(frozen=True)
+class Row(Call):
+    """What was found for one call.
+
+    Attributes:
+        target: The target that ran it.
+        error: The largest relative error of an output row; of integers, 0 or infinity.
+        bound: What the error may be: twice that of plain torch in the dtype, plus one rounding.
+        skipped: Why it was not run, or None.
+    """
+
     target: str
     error: float = float("nan")
     bound: float = float("nan")
@@ -118,13 +127,12 @@ def verify(
         draw = Draw(layer, step.tokens, dtype, device, step.routing, weights=weights)
         rows = []
         for op in step.ops:
-            base = Row(op, step.case.name, step.tokens, step.routing, str(dtype)[6:], target)
+            base = Row(**step.call(dtype, op), target=target)
             if (reason := too_large(step, (op,), dtype, device, weights)) is not None:
-                rows.append(Row(**{**vars(base), "skipped": reason}))
+                rows.append(replace(base, skipped=reason))
             else:
                 rows += [_check(problem, base) for problem in PROBLEMS[op](draw)]
-        names = ", ".join(step.ops), step.case.name, step.tokens, step.routing, str(dtype)[6:]
-        yield rows or [Row(*names, target, skipped=NO_SUCH_OP)]
+        yield rows or [Row(**step.call(dtype), target=target, skipped=NO_SUCH_OP)]
 
 
 @contextmanager
@@ -143,14 +151,14 @@ def poisoned() -> Iterator[None]:
 
 
 def _check(problem: Problem, row: Row) -> Row:
-    fields = {**vars(row), "op": problem.name}
+    row = replace(row, op=problem.name)
     try:
         with poisoned():
             got = problem.prepared(row.target)()
     except NoKernelError as error:
-        return Row(**fields | {"skipped": str(error)})
+        return replace(row, skipped=str(error))
     error, limit = comparison(problem)(got)
-    return Row(**fields | {"error": error, "bound": limit})
+    return replace(row, error=error, bound=limit)
 
 
 def comparison(problem: Problem) -> Callable[[Outputs], tuple[float, float]]:

@@ -13,8 +13,9 @@ from tileops.compilation import Build, collecting
 from tileops.kernels.cpu import compiler
 from tileops.kernels.cuda.device import COMPILE_TARGET
 from tileops.targets import NoKernelError
+from tileops.workloads.draw import Draw, Outputs
 from tileops.workloads.layer import uncommitted
-from tileops.workloads.problems import PROBLEMS, Draw, Outputs
+from tileops.workloads.problems import PROBLEMS
 from tileops.workloads.verify import Step
 
 GPU = COMPILE_TARGET["arch"]

@@ -9,8 +9,9 @@ import math
 import tilelang.language as T
 import torch
 
+from tileops.kernels.cuda.count_routes import CONFIG, WARP
 from tileops.kernels.cuda.device import current, jit, misplaced, sm_count, wrong_device
-from tileops.kernels.cuda.place_routes import CONFIG, WARP, place
+from tileops.kernels.cuda.place_routes import place
 from tileops.layouts import MaskedLayoutSpec
 
 COPY_THREADS = 128

@@ -3,22 +3,26 @@
 A small batch takes one launch: every block counts the routes of each expert in one chunk of the
 batch, the blocks of a cluster tell each other, and a block places its part of its chunk. The
 clusters count the same, which costs less than to wait for each other. For a larger batch
-`build_count` counts each chunk once, before the chunks are placed. No size is compiled in.
+`count_routes` counts each chunk once, before the chunks are placed. No size is compiled in.
 """
 
-import tilelang
 import tilelang.language as T
 
-from tileops.kernels.cuda.device import UNCHECKED, jit
+from tileops.kernels.cuda import count_routes
+from tileops.kernels.cuda.count_routes import (
+    BATCH,
+    CONFIG,
+    THREADS,
+    TILE,
+    WARP,
+    WINDOW,
+    keep_window,
+    load_ids,
+)
+from tileops.kernels.cuda.device import jit
+from tileops.kernels.cuda.mail import MAIL
 
-WARP = 32
-THREADS = 512
 WARPS = THREADS // WARP
-WINDOW = THREADS
-"""Experts whose counters fit in shared memory, one a thread; more experts take several passes."""
-BATCH = 4
-"""Ids that a thread holds at once."""
-TILE = BATCH * THREADS
 COUNT_BATCH = 8
 """Ids that a thread counts at once."""
 ALONE = 4096
@@ -30,76 +34,6 @@ TOGETHER = CLUSTER * PARTS * THREADS
 """Routes of which every block has one a thread at most."""
 MIN_CHUNK = 2048
 MAX_CHUNKS = 128
-
-# Barriers are placed by hand: which counter is touched depends on data, so the automatic pass would
-# put one around every access.
-CONFIG = {
-    **UNCHECKED,
-    tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
-    tilelang.PassConfigKey.TL_DISABLE_SHARED_MEMORY_REUSE: True,
-}
-
-MAIL = r"""
-__device__ __forceinline__ unsigned address_of(const void* place) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(place));
-}
-
-__device__ __forceinline__ void open_mail(const void* barrier, int bytes) {
-  asm volatile(
-      "mbarrier.init.shared::cta.b64 [%0], 1;\n"
-      "fence.mbarrier_init.release.cluster;\n"
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n"
-      :: "r"(address_of(barrier)), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void send_mail(
-    const int* place, const void* barrier, int block, int a, int b, int c, int d) {
-  asm volatile(
-      "{\n.reg .b32 place, barrier;\n"
-      "mapa.shared::cluster.u32 place, %0, %2;\n"
-      "mapa.shared::cluster.u32 barrier, %1, %2;\n"
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"
-      " [place], {%3, %4, %5, %6}, [barrier];\n}\n"
-      :: "r"(address_of(place)), "r"(address_of(barrier)), "r"(block), "r"(a), "r"(b), "r"(c),
-      "r"(d) : "memory");
-}
-
-__device__ __forceinline__ void await_mail(const void* barrier) {
-  asm volatile(
-      "{\n.reg .pred arrived;\nagain:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 arrived, [%0], 0;\n"
-      "@!arrived bra again;\n}\n"
-      :: "r"(address_of(barrier)) : "memory");
-}
-"""
-"""Write 16 bytes of shared memory of each block of the cluster, at the same place as in this one.
-
-The barrier, used once, counts the bytes that arrive: a barrier of the whole cluster would first
-wait until all writes of the block, those to global memory too, had come through.
-"""
-
-
-@T.macro
-def load_ids(experts, number, ids, id_stride, first, step, end, top_k):
-    """Set ``number`` experts to those of routes ``first, first + step...``, -1 from ``end`` on."""
-    if id_stride == T.Cast(T.int64, top_k):
-        for j in T.unroll(number):
-            experts[j] = -1
-            if first + j * step < end:
-                experts[j] = ids[0, first + j * step]
-    else:
-        for j in T.unroll(number):
-            experts[j] = -1
-            if first + j * step < end:
-                token = T.truncdiv(first + j * step, top_k)
-                experts[j] = ids[token, first + j * step - token * top_k]
-
-
-@T.macro
-def keep_window(experts, number, low, high):
-    """Count ``experts`` from ``low``; one outside ``[low, high)`` becomes -1."""
-    for j in T.unroll(number):
-        experts[j] = T.Select(T.And(experts[j] >= low, experts[j] < high), experts[j] - low, -1)
 
 
 @T.macro
@@ -127,47 +61,6 @@ def fill(written, first, end, step, value):
 
 
 @jit(pass_configs=CONFIG)
-def build_count():
-    """Build the kernel that counts the routes of each expert in each chunk of ``chunk`` routes.
-
-    T tokens, K routes a token, E experts, C chunks.
-    """
-    num_tokens, top_k, num_experts, chunks = T.dynamic("T, K, E, C")
-    id_stride = T.dynamic("id_stride", T.int64)
-
-    @T.prim_func
-    def count_routes(
-        ids: T.StridedTensor[(num_tokens, top_k), (id_stride, 1), T.int32],
-        counts: T.Tensor[(chunks, num_experts), T.int32],
-        chunk: T.int32,
-    ):
-        with T.Kernel(chunks, threads=THREADS) as block:
-            thread = T.get_thread_binding()
-            seen = T.alloc_shared((WINDOW,), T.int32)
-            experts = T.alloc_local((BATCH,), T.int32)
-            end = T.min((block + 1) * chunk, num_tokens * top_k)
-            T.pdl_sync()
-            T.pdl_trigger()
-            for window in T.serial(T.ceildiv(num_experts, WINDOW)):
-                low = window * WINDOW
-                high = T.min(low + WINDOW, num_experts)
-                seen[thread] = 0
-                T.sync_threads()
-                for i in T.serial(T.ceildiv(chunk, TILE)):
-                    first = block * chunk + i * TILE + thread
-                    load_ids(experts, BATCH, ids, id_stride, first, THREADS, end, top_k)
-                    keep_window(experts, BATCH, low, high)
-                    for j in T.unroll(BATCH):
-                        if experts[j] >= 0:
-                            T.atomic_add(seen[experts[j]], 1)
-                T.sync_threads()
-                if low + thread < high:
-                    counts[block, low + thread] = seen[thread]
-
-    return count_routes
-
-
-@jit(pass_configs=CONFIG)
 def build_place(written: str, cluster: int):
     """Build the kernel that gives every route its row and every expert its segment.
 
@@ -187,7 +80,7 @@ def build_place(written: str, cluster: int):
             rows, E past the last segment; and ``num_rows``, where that ends. Tensors that are not
             written are None.
         cluster: How many chunks the blocks of a cluster count, at most `WINDOW` experts; a part is
-            a tile at most. Or 0: a part is a chunk, which `build_count` has counted in ``counts``.
+            a tile at most. Or 0: a part is a chunk, which `count_routes` has counted in ``counts``.
     """
     num_tokens, top_k, experts_written, num_counts = T.dynamic("T, K, E, N")
     num_slots, num_blocks, num_sources = T.dynamic("S, B, R")
@@ -463,7 +356,7 @@ def launch(ids, tensors, alignment: int, max_m: int, num_experts: int, written: 
     counts = None
     if cluster == 0:
         counts = ids.new_empty((blocks, num_experts))
-        build_count()(ids, counts, chunk)
+        count_routes.build()(ids, counts, chunk)
         counts = counts.view(-1)
     expert_bits = min(max((num_experts - 1).bit_length(), 5), WINDOW.bit_length() - 1)
     split = num_experts, blocks, chunk, part, alignment, max_m, expert_bits

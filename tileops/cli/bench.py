@@ -40,7 +40,7 @@ from tileops.cli.manifests import (
 )
 
 if TYPE_CHECKING:
-    from tileops.workloads import bench
+    from tileops.workloads.report import Report, Row
 
 
 @app.command("bench")
@@ -90,7 +90,7 @@ def run_bench(
         raise fail(f"--plot must end in .png, .svg or .pdf, got {plot}")
     check_writable("--plot", plot)
     quiet_compiler()
-    report: bench.Report | None = None
+    report: Report | None = None
     args = steps, target, peers or (), graph, DTYPES[dtype], command_line()
     with progress_bar(len(steps)) as done:
         for report, rows in bench.bench(*args):
@@ -116,8 +116,8 @@ def run_bench(
         raise fail("every call was skipped")
 
 
-def _print_bench(report: bench.Report, peers: Sequence[str]) -> None:
-    from tileops.workloads.bench import OURS
+def _print_bench(report: Report, peers: Sequence[str]) -> None:
+    from tileops.workloads.report import OURS
 
     rates = report.rates
     note(
@@ -129,7 +129,7 @@ def _print_bench(report: bench.Report, peers: Sequence[str]) -> None:
         table.add_column(name, justify="right")
     for name in peers:
         table.add_column(f"x {name}", justify="right")
-    calls: dict[tuple, dict[str, bench.Row]] = {}
+    calls: dict[tuple, dict[str, Row]] = {}
     for row in report.rows:
         calls.setdefault((row.op, row.case, row.tokens, row.routing), {})[row.by] = row
     for key, by in calls.items():
@@ -151,5 +151,5 @@ def _print_bench(report: bench.Report, peers: Sequence[str]) -> None:
     report_skipped([(f"{r.by} on {r.op}", r.case, r.tokens, r.skipped) for r in report.rows])
 
 
-def _ratio(ours: bench.Row, peer: bench.Row) -> str:
+def _ratio(ours: Row, peer: Row) -> str:
     return "" if peer.skipped is not None else f"{ours.microseconds / peer.microseconds:.2f}"

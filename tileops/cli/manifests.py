@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -76,8 +77,9 @@ def target_named(name: str | None) -> str:
 
 
 def command_line() -> str:
-    """Return what was typed, for the reader of the results."""
-    return "python -m tileops " + shlex.join(sys.argv[1:])
+    """Return what was typed, for who reads the results: of files only the names."""
+    parts = [re.sub(r"(^|=)/\S*/", r"\1", part) for part in sys.argv[1:]]
+    return "python -m tileops " + shlex.join(parts)
 
 
 def report_skipped(found: Sequence[tuple[str, str, int, str | None]]) -> None:

@@ -48,7 +48,7 @@ def run_verify(
     """Run each case of the manifests and compare the results with float64."""
     target, dtype = target_named(target), one_of("--dtype", dtype, list(DTYPES))
     steps = selected(manifests, case, op, tokens, routing)
-    from tileops.workloads import bench, verify
+    from tileops.workloads import report, verify
 
     quiet_compiler()
     check_writable("--json", json_file)
@@ -65,9 +65,9 @@ def run_verify(
         if json_file is not None:
             content = {
                 "command": command_line(),
-                "machine": bench.machine(verify.device_of(target)),
-                "versions": bench.versions(),
-                "date": bench.today(),
+                "machine": report.machine(verify.device_of(target)),
+                "versions": report.versions(),
+                "date": report.today(),
                 "rows": [asdict(row) for row in rows],
             }
             write(json_file, content)

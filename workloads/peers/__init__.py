@@ -12,7 +12,8 @@ import math
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from tileops.workloads.problems import Outputs, Problem
+from tileops.workloads.draw import Outputs
+from tileops.workloads.problems import Problem
 from tileops.workloads.timing import microseconds
 
 PEERS = ("torch", "tileops-0.1", "vllm", "deep_gemm", "triton_kernels", "flashinfer", "sonicmoe")
@@ -51,7 +52,8 @@ def measure(
     if None in calls:
         raise PeerError("has no such op")
     check(calls[0]())
-    return microseconds(calls, graph)
+    device = next(x.device for x in problems[0].inputs.values() if x is not None)
+    return microseconds(calls, device, graph)
 
 
 def contiguous_experts(problem: Problem) -> bool:

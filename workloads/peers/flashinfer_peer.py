@@ -12,7 +12,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from tileops.workloads.problems import Outputs, Problem
+from tileops.workloads.draw import Outputs
+from tileops.workloads.problems import Problem
 
 # by name: plain SwiGLU with an alpha, beta or limit is swigluoai's
 _ACTIVATIONS = {"silu_and_mul": "Swiglu", "gelu_and_mul": "Geglu", "swigluoai": "Swiglu"}

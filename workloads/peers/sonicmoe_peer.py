@@ -11,8 +11,9 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from tileops.workloads.draw import Outputs
 from tileops.workloads.peers import contiguous_experts
-from tileops.workloads.problems import Outputs, Problem
+from tileops.workloads.problems import Problem
 
 
 def prepare(problem: Problem) -> Callable[[], Outputs] | None:

@@ -112,7 +112,8 @@ def serve() -> None:
         torch.cuda.synchronize()
         print(json.dumps({"ready": True}), flush=True)
         sys.stdin.readline()
-        microseconds, how = _load("timing").microseconds(calls, task["graph"])
+        device = task["outputs"][0].device
+        microseconds, how = _load("timing").microseconds(calls, device, task["graph"])
         print(json.dumps({"microseconds": microseconds, "how": how}), flush=True)
     except Exception as error:
         print(json.dumps({"error": f"{type(error).__name__}: {error}"[:500]}), flush=True)

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import torch
 
+from tileops.workloads.draw import Outputs
 from tileops.workloads.grouped_gemm import activate
 from tileops.workloads.layer import eager_experts
-from tileops.workloads.problems import Outputs, Problem
+from tileops.workloads.problems import Problem
 
 
 def prepare(problem: Problem) -> Callable[[], Outputs] | None:

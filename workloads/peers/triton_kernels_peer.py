@@ -14,7 +14,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from tileops.workloads.problems import Outputs, Problem
+from tileops.workloads.draw import Outputs
+from tileops.workloads.problems import Problem
 
 # alpha and limit; an infinite limit clamps nothing
 _SWIGLU = {"silu_and_mul": (1.0, math.inf), "swigluoai": (1.702, 7.0)}

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from tileops.workloads.problems import Outputs, Problem
+from tileops.workloads.draw import Outputs
+from tileops.workloads.problems import Problem
 
 _ACTIVATIONS = {"silu_and_mul": "silu", "gelu_and_mul": "gelu", "swigluoai": "swigluoai"}
 

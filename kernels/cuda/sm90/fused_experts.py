@@ -17,7 +17,7 @@ from tileops.kernels.cuda.grouped_gemm_tiles import grouped_gemm_tiles
 from tileops.kernels.cuda.place_routes import place
 from tileops.kernels.cuda.post_permute import moe_post_permute_fwd
 from tileops.kernels.cuda.sm90.configs import pick_gemm
-from tileops.kernels.cuda.sm90.grouped_gemm import MAX_SPAN, multiply_tiles
+from tileops.kernels.cuda.sm90.multiply_tiles import MAX_SPAN, multiply_tiles
 from tileops.layouts import ContiguousLayoutSpec
 from tileops.moe.experts import few_routes
 from tileops.moe.grouped_gemm import ACTIVATIONS, gate_and_up

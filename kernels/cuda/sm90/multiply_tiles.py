@@ -1,0 +1,569 @@
+"""Rows by the weights of their experts, on Hopper: one persistent kernel, fed by a list of tiles.
+
+It serves the grouped GEMM in every layout, and both products of the routed experts.
+
+A tile is some rows of one expert by 256 rows of its weights. The weights are the tall operand of
+the tensor cores and the rows the wide one, whose width is any multiple of 8: a tile is multiplied
+as wide as it is. One warpgroup loads into a ring of shared-memory stages, weights through TMA and
+rows in 16-byte pieces from wherever they lie, and is as far ahead as the ring is long, in the next
+tile too. The other two multiply 128 rows of the weights each, apply bias and activation in float32,
+and store. TMA fills with zeros what lies past the end of a dimension, so widths need not be
+multiples of a block.
+"""
+
+from dataclasses import astuple
+
+import tilelang
+import tilelang.language as T
+import torch
+from tilelang.layout import make_full_bank_swizzled_layout
+
+from tileops.kernels.cuda.activations import GATED, activated, gated
+from tileops.kernels.cuda.device import (
+    UNCHECKED,
+    dtype_name,
+    jit,
+    sm_count,
+)
+from tileops.kernels.cuda.grouped_gemm_tiles import (
+    COUNT,
+    DONE,
+    END,
+    EXPERT,
+    FIELDS,
+    FIRST,
+    GRAIN,
+    NEARLY_DONE,
+)
+from tileops.kernels.cuda.sm90.configs import GemmTile
+from tileops.kernels.cuda.sm90.moves import (
+    CUDA,
+    count_up,
+    load_rows,
+    store_rows,
+    store_turned,
+    wait_for,
+)
+from tileops.moe.grouped_gemm import Activation
+
+WARP, WARPGROUP = 32, 128
+MATH_GROUPS = 2
+MATH_THREADS = MATH_GROUPS * WARPGROUP
+HALF = 64
+"""Rows of the tall operand of one tensor core instruction."""
+WEIGHTS = MATH_GROUPS * 2 * HALF
+"""Rows of weights of a tile, all of one matrix, or half of them gate rows and half up rows. Each
+math warpgroup has two halves: the one gate rows and the other their up rows, if there are any."""
+STEP = 16
+"""Rows that are loaded, and whose results are turned, at a time."""
+CHUNK = 2 * STEP
+"""Rows of results that are staged at a time, so that whole lines are stored."""
+DEPTH = 64
+"""Columns loaded at a time: the 128 bytes of one swizzled row of shared memory."""
+VECTOR = 8
+"""Half-precision numbers of the 16 bytes that a thread moves at a time."""
+LINE = DEPTH // VECTOR
+"""Vectors in such a row: what descriptors of shared memory count in."""
+MAX_SPAN = 2**34
+"""Elements that the rows of a slab may span: an int32 counts them in vectors."""
+
+SWEEP_BYTES, MIN_SWEEP = 2**24, 4
+"""Of the row tiles that go through all columns together, so that what they read stays in L2: their
+size, and how many they are at least."""
+
+# Barriers are placed by hand: the automatic ones would join warps that never meet.
+CONFIG = {**UNCHECKED, tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True}
+
+
+def _locate(job, count, column_blocks, sweep):
+    """Return the line in the list of tiles and the block of columns that a job stands for."""
+    above = T.truncdiv(job, sweep * column_blocks) * sweep
+    height = T.min(sweep, count - above)
+    within = job - above * column_blocks
+    return 1 + above + T.truncmod(within, height), T.truncdiv(within, height)
+
+
+@jit(pass_configs=CONFIG)
+def build(
+    dtype: str,
+    out_dtype: str,
+    activation: str,
+    has_bias: bool,
+    role: str,
+    block_m: int,
+    stages: int,
+    streams: bool,
+):
+    """Build the kernel. All sizes and strides are run-time values.
+
+    Args:
+        dtype: Type of ``a``, the weights and the biases.
+        out_dtype: Type of ``out``.
+        activation: ``"none"`` or the name of an activation.
+        has_bias: Whether there is a bias at all; without, None is passed in the place of both.
+        role: ``"alone"``; or of two products, the second of which reads what the first one stores
+            and has the same tiles, ``"first"`` or ``"second"``. In the first, ``sources`` has the
+            row of ``a`` for each row of ``out``; it is None in others.
+        block_m: Most rows of a tile, a multiple of 32.
+        stages: Loads in flight.
+        streams: Whether weights are the first to leave L2.
+
+    In the kernel: G slabs of M rows (one slab of all rows in a contiguous layout, one an expert in
+    a masked one), E experts, N columns of ``out``, K columns of ``a``. ``up`` and ``up_bias`` are
+    None unless the activation is gated. Of two biases one may be missing: its flag is 0, and any
+    tensor of its shape stands in its place. ``alpha``, ``beta`` and ``limit`` are of ``swiglu``.
+    """
+    parts = 2 if activation in GATED else 1
+    columns = WEIGHTS // parts
+    own = columns // MATH_GROUPS  # columns of the tile that a warpgroup has
+    # from the one half of a warpgroup's weights to the other
+    apart = HALF if parts == 1 else columns
+    halves = own // HALF
+    passes = block_m // STEP
+    half_word = out_dtype != "float32"
+    # A warpgroup stores so many lines at a time, of so many vectors. Where they are staged, a line
+    # is one vector longer than its data, so that neighbours meet other banks.
+    vectors = own // VECTOR
+    lines = WARPGROUP // vectors
+    staged_width = own + VECTOR
+    gathers = role == "first"
+    # The second product starts when the last tiles of the first are not yet stored. Blocks tell
+    # that they come to their last job, and that they are done: a fence for each job costs more.
+    tells, waits = role == "first", role == "second"
+    hint = {"eviction_policy": "evict_first"} if streams else {}
+    operand = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
+
+    slabs, a_rows, out_rows, num_sources = T.dynamic("G, A, M, S")
+    num_experts, width, depth, num_lines = T.dynamic("E, N, K, lines")
+    a_slab, a_row = T.dynamic("a_slab, a_row", T.int64)
+    gate_expert, gate_row, up_expert, up_row = T.dynamic(
+        "gate_expert, gate_row, up_expert, up_row", T.int64
+    )
+    gate_bias_expert, gate_bias_row, up_bias_expert, up_bias_row = T.dynamic(
+        "gate_bias_expert, gate_bias_row, up_bias_expert, up_bias_row", T.int64
+    )
+    out_slab, out_row = T.dynamic("out_slab, out_row", T.int64)
+
+    @T.macro
+    def look_up(tile, job, count, column_blocks, sweep, tiles):
+        """Set ``tile`` to a job's expert, first column, first row, end row and line of the list."""
+        line = T.alloc_var(T.int32)
+        place = _locate(job, count, column_blocks, sweep)
+        line = place[0]
+        tile[0] = tiles[line, EXPERT]
+        tile[1] = place[1] * columns
+        tile[2] = tiles[line, FIRST]
+        tile[3] = tiles[line, END]
+        tile[4] = line
+
+    @T.macro
+    def find_rows(found, tile, sources, member):
+        """Set ``found`` to the rows of ``a`` that a thread loads, -1 past the end of the tile."""
+        for i in T.unroll(passes):
+            row = tile[2] + i * STEP + member // LINE
+            found[i] = -1
+            if row < tile[3]:
+                found[i] = sources[row] if gathers else row
+
+    @T.macro
+    def multiply(wide: int, acc, w_desc, a_desc, full, empty, turn, steps):
+        """Multiply a tile of ``wide`` rows, whose first stage is number ``turn`` of all.
+
+        Of a tile of 0 rows the stages are only handed back.
+        """
+        first = T.get_thread_binding() // WARPGROUP * own
+        slot = T.alloc_var(T.int32)
+        before = T.alloc_var(T.int32)
+        phase = T.alloc_var(T.int32)
+        slot = T.truncmod(turn, stages)
+        phase = T.truncdiv(turn, stages) & 1
+        before = slot
+        for k in T.unroll(steps, unroll_factor=1):
+            T.barrier_wait(full[slot], phase)
+            if wide > 0:
+                T.fence_proxy_async()  # rows came through the other path to shared memory
+                for half in (0, 1):
+                    T.warpgroup_fence_operand(acc, half * block_m // 2, wide // 2)
+                T.warpgroup_arrive()
+            for ki in (0, 1, 2, 3) if wide > 0 else ():
+                for half in (0, 1):
+                    T.ptx_wgmma_ss(
+                        T.float32,
+                        f"m{HALF}n{wide}k16",
+                        True,
+                        True,
+                        operand,
+                        operand,
+                        "fp32",
+                        w_desc.data,
+                        slot * (WEIGHTS * LINE) + (first + half * apart) * LINE + ki * 2,
+                        a_desc.data,
+                        slot * (block_m * LINE) + ki * 2,
+                        acc.data,
+                        half * block_m // 2,
+                        T.Select(k > 0, 1, 0) if ki == 0 else 1,
+                        1,
+                        1,
+                    )
+            if wide > 0:
+                T.warpgroup_commit_batch()
+                for half in (0, 1):
+                    T.warpgroup_fence_operand(acc, half * block_m // 2, wide // 2)
+                # one multiplication stays in flight: the stage before it is free
+                T.wait_wgmma(1)
+            if k > 0 and T.shuffle_elect(WARP):
+                T.barrier_arrive(empty[before])
+            before = slot
+            phase = phase ^ T.Select(slot == stages - 1, 1, 0)
+            slot = T.Select(slot == stages - 1, 0, slot + 1)
+        if wide > 0:
+            T.wait_wgmma(0)
+            for half in (0, 1):
+                T.warpgroup_fence_operand(acc, half * block_m // 2, wide // 2)
+        if T.shuffle_elect(WARP):
+            T.barrier_arrive(empty[before])
+
+    @T.macro
+    def dispatch(wide: int, height, *args):
+        """Multiply a tile as wide as it is."""
+        if wide < block_m:
+            if height <= wide:
+                multiply(wide, *args)
+            else:
+                dispatch(wide + GRAIN, height, *args)
+        else:
+            multiply(wide, *args)
+
+    @T.macro
+    def finish(value, acc, bias, at, alpha, beta, limit):
+        """Set ``value`` to what 8 sums of each half of ``acc``, from ``at`` on, give.
+
+        They are two rows of weights by 4 rows of the tile; ``bias`` has a number for each row of
+        weights of each half.
+        """
+        for r in T.unroll(8):
+            value[r] = acc[at + r]
+            value[8 + r] = acc[at + block_m // 2 + r]
+            if has_bias:
+                value[r] += bias[r // 2 % 2]
+                value[8 + r] += bias[2 + r // 2 % 2]
+            if parts == 2:
+                value[r] = gated(value[r], value[8 + r], activation, alpha, beta, limit)
+            elif activation != "none":
+                value[r] = activated(value[r], activation)
+                value[8 + r] = activated(value[8 + r], activation)
+
+    @T.prim_func
+    def grouped_gemm(
+        a: T.StridedTensor[(slabs, a_rows, depth), (a_slab, a_row, 1), dtype],
+        sources: T.Tensor[(num_sources,), T.int32],
+        gate: T.StridedTensor[(num_experts, width, depth), (gate_expert, gate_row, 1), dtype],
+        up: T.StridedTensor[(num_experts, width, depth), (up_expert, up_row, 1), dtype],
+        gate_bias: T.StridedTensor[(num_experts, width), (gate_bias_expert, gate_bias_row), dtype],
+        up_bias: T.StridedTensor[(num_experts, width), (up_bias_expert, up_bias_row), dtype],
+        out: T.StridedTensor[(slabs, out_rows, width), (out_slab, out_row, 1), out_dtype],
+        tiles: T.Tensor[(num_lines, FIELDS), T.int32],
+        row_vectors: T.int32,
+        num_blocks: T.int32,
+        sweep: T.int32,
+        sweep_before: T.int32,
+        blocks_before: T.int32,
+        gate_biased: T.int32,
+        up_biased: T.int32,
+        alpha: T.float32,
+        beta: T.float32,
+        limit: T.float32,
+    ):
+        with T.Kernel(num_blocks, threads=MATH_THREADS + WARPGROUP, prelude=CUDA) as start:
+            w_ring = T.alloc_shared((stages, WEIGHTS, DEPTH), dtype)
+            a_ring = T.alloc_shared((stages, block_m, DEPTH), dtype)
+            T.annotate_layout(
+                {
+                    w_ring: make_full_bank_swizzled_layout(w_ring),
+                    a_ring: make_full_bank_swizzled_layout(a_ring),
+                }
+            )
+            if half_word:
+                staged = T.alloc_shared((MATH_GROUPS, CHUNK, staged_width), out_dtype)
+            full = T.alloc_barrier([WARPGROUP] * stages)
+            # wgmma is waited for by whole warps, so one thread of each tells that a stage is free
+            empty = T.alloc_barrier([MATH_THREADS // WARP] * stages)
+            if tells:
+                stored = T.alloc_barrier([MATH_THREADS // WARP])
+            thread = T.get_thread_binding()
+            job = T.alloc_var(T.int32)
+            expert = T.alloc_var(T.int32)
+            slab = T.alloc_var(T.int32)
+            column = T.alloc_var(T.int32)
+            steps = T.ceildiv(depth, DEPTH)
+            column_blocks = T.ceildiv(width, columns)
+            if not waits:
+                T.pdl_sync()
+            T.pdl_trigger()
+            count = tiles[0, COUNT]
+            jobs = count * column_blocks
+
+            if thread >= MATH_THREADS:
+                T.set_max_nreg(56, 0)
+                tile = T.alloc_local((5,), T.int32)
+                after = T.alloc_local((5,), T.int32)
+                found = T.alloc_local((passes,), T.int32)
+                offset = T.alloc_local((passes,), T.int32)
+                line = T.alloc_var(T.int32)
+                safe = T.alloc_var(T.int32)
+                number = T.alloc_var(T.int32)
+                slot = T.alloc_var(T.int32)
+                phase = T.alloc_var(T.int32)
+                member = thread - MATH_THREADS
+                lane = member % LINE * VECTOR
+                number = 0
+                slot = 0
+                phase = 1
+                job = start
+                if waits:
+                    # tiles up to this line have no last job of any block before
+                    safe = T.max(count * blocks_before - num_blocks, 0)
+                    safe = T.truncdiv(safe, sweep_before * blocks_before) * sweep_before
+                    wait_for(tiles[0, NEARLY_DONE], num_blocks)
+                # Rows are looked up one tile early and tiles two, so that no load waits for them.
+                if jobs > 0:
+                    look_up(tile, T.min(job, jobs - 1), count, column_blocks, sweep, tiles)
+                    find_rows(found, tile, sources, member)
+                    look_up(
+                        after, T.min(job + num_blocks, jobs - 1), count, column_blocks, sweep, tiles
+                    )
+                while job < jobs:
+                    expert = tile[0]
+                    column = tile[1]
+                    line = tile[4]
+                    slab = T.min(expert, slabs - 1)
+                    for i in T.unroll(passes):
+                        offset[i] = found[i] * row_vectors
+                    for i in T.unroll(5):
+                        tile[i] = after[i]
+                    find_rows(found, tile, sources, member)
+                    later = T.min(job + 2 * num_blocks, jobs - 1)
+                    look_up(after, later, count, column_blocks, sweep, tiles)
+                    job = job + num_blocks
+                    if waits and line > safe:
+                        wait_for(tiles[0, DONE], num_blocks)
+                        safe = count
+                    for k in T.unroll(steps, unroll_factor=1):
+                        # Each is waited for, as a barrier tells of its last phase only, and before
+                        # the last load, as then the next cannot be over.
+                        if tells and k == steps - 1 and member < WARP:
+                            if number > 0:
+                                T.barrier_wait(stored[0], (number - 1) & 1)
+                            if job >= jobs and T.shuffle_elect(WARP):
+                                count_up(tiles[0, NEARLY_DONE])
+                        T.barrier_wait(empty[slot], phase)
+                        for part in tuple(range(parts)):
+                            T.tma_copy(
+                                (gate, up)[part][
+                                    expert,
+                                    column : column + columns,
+                                    k * DEPTH : (k + 1) * DEPTH,
+                                ],
+                                w_ring[slot, part * columns : (part + 1) * columns, :],
+                                barrier=full[slot],
+                                **hint,
+                            )
+                        # Nothing is loaded for rows past the end: what they give is not stored.
+                        # Zeros stand for columns past the depth.
+                        load_rows(
+                            T.access_ptr(a_ring[slot, member // LINE, lane], "r", VECTOR),
+                            a[slab, 0, k * DEPTH + lane],
+                            offset,
+                            passes,
+                            k * DEPTH + lane < depth,
+                        )
+                        T.cp_async_barrier_noinc(full[slot])
+                        phase = phase ^ T.Select(slot == stages - 1, 1, 0)
+                        slot = T.Select(slot == stages - 1, 0, slot + 1)
+                    number = number + 1
+                if tells and member < WARP:
+                    if number > 0:
+                        T.barrier_wait(stored[0], (number - 1) & 1)
+                    if T.shuffle_elect(WARP):
+                        if number == 0:
+                            count_up(tiles[0, NEARLY_DONE])
+                        count_up(tiles[0, DONE])
+            else:
+                T.set_max_nreg(224, 1)
+                w_desc = T.alloc_wgmma_desc()
+                a_desc = T.alloc_wgmma_desc()
+                T.initialize_wgmma_descriptor(w_desc, w_ring.access_ptr("r"), 1, 1, 8 * LINE)
+                T.initialize_wgmma_descriptor(a_desc, a_ring.access_ptr("r"), 1, 1, 8 * LINE)
+                acc = T.alloc_local((block_m,), T.float32)
+                value = T.alloc_local((16,), T.float32)
+                bias = T.alloc_local((4,), T.float32)
+                if half_word:
+                    words = T.alloc_local((4,), T.uint32)
+                    result = T.view(words, (8,), out_dtype)
+                after = T.alloc_local((5,), T.int32)
+                first = T.alloc_var(T.int32)
+                height = T.alloc_var(T.int32)
+                number = T.alloc_var(T.int32)
+                group = thread // WARPGROUP
+                member = thread % WARPGROUP
+                lane = thread % WARP
+                # of the rows of weights of a half, those of a thread are this and the 8th after it
+                tall = member // WARP * 16 + lane // 4
+                # where a warp's four blocks of 8 by 8 results go, turned: each thread gives one row
+                turned_row = lane // 16 * 8 + lane % 8
+                turned_col = member // WARP * 16 + lane // 8 % 2 * 8
+                number = 0
+                job = start
+                if job < jobs:
+                    look_up(after, job, count, column_blocks, sweep, tiles)
+                while job < jobs:
+                    expert = after[0]
+                    column = after[1] + group * own
+                    first = after[2]
+                    height = T.Select(column < width, after[3] - first, 0)
+                    slab = T.min(expert, slabs - 1)
+                    if has_bias:
+                        for i in T.unroll(4):
+                            at = column + tall + i % 2 * 8
+                            bias[i] = 0
+                            if parts == 1:
+                                if gate_biased != 0:
+                                    bias[i] = gate_bias[
+                                        expert, T.min(at + i // 2 * HALF, width - 1)
+                                    ]
+                            elif i < 2:
+                                if gate_biased != 0:
+                                    bias[i] = gate_bias[expert, T.min(at, width - 1)]
+                            elif up_biased != 0:
+                                bias[i] = up_bias[expert, T.min(at, width - 1)]
+                    dispatch(0, height, acc, w_desc, a_desc, full, empty, number * steps, steps)
+                    later = T.min(job + num_blocks, jobs - 1)
+                    look_up(after, later, count, column_blocks, sweep, tiles)
+                    for c in T.unroll(block_m // CHUNK):
+                        if c * CHUNK < height:
+                            if half_word:
+                                T.sync_threads(1 + group, WARPGROUP)
+                            for s in T.unroll(CHUNK // STEP):
+                                at = c * CHUNK + s * STEP
+                                finish(value, acc, bias, at // 2, alpha, beta, limit)
+                                for half in T.unroll(halves):
+                                    if half_word:
+                                        for i in T.vectorized(8):
+                                            result[i] = T.Cast(out_dtype, value[half * 8 + i])
+                                        col = half * HALF + turned_col
+                                        store_turned(
+                                            T.access_ptr(
+                                                staged[group, s * STEP + turned_row, col],
+                                                "w",
+                                                VECTOR,
+                                            ),
+                                            words,
+                                        )
+                                    else:
+                                        for r in T.unroll(8):
+                                            row = at + r // 4 * 8 + lane % 4 * 2 + r % 2
+                                            col = column + half * HALF + tall + r // 2 % 2 * 8
+                                            if row < height and col < width:
+                                                out[slab, first + row, col] = value[half * 8 + r]
+                            if half_word:
+                                T.sync_threads(1 + group, WARPGROUP)
+                                row = member // vectors
+                                col = member % vectors * VECTOR
+                                store_rows(
+                                    out[slab, first + c * CHUNK + row, column + col],
+                                    T.access_ptr(staged[group, row, col], "r", VECTOR),
+                                    (CHUNK // lines, lines * staged_width * 2, lines),
+                                    out_row * (lines * 2),
+                                    T.Select(column + col < width, height - c * CHUNK - row, 0),
+                                )
+                    if tells:
+                        T.sync_warp()
+                        if T.shuffle_elect(WARP):
+                            T.barrier_arrive(stored[0])
+                    job = job + num_blocks
+                    number = number + 1
+            if waits:  # no launch after this one may find the one before still at work
+                T.pdl_sync()
+
+    return grouped_gemm
+
+
+def _view(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x``; a dimension of size 1 gets a stride that a TMA descriptor takes."""
+    steps = [8 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True)]
+    return x.as_strided(x.shape, (*steps[:-1], x.stride(-1)))
+
+
+def _slabs(x: torch.Tensor) -> torch.Tensor:
+    """View expert rows, a matrix or slabs, as slabs."""
+    return _view(x if x.ndim == 3 else x.unsqueeze(0))
+
+
+def multiply_tiles(
+    a: torch.Tensor,
+    sources: torch.Tensor | None,
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    gate_bias: torch.Tensor | None,
+    up_bias: torch.Tensor | None,
+    activation: Activation | None,
+    tiles: torch.Tensor,
+    tile: GemmTile,
+    out: torch.Tensor,
+    before: tuple[int, int] = (0, 0),
+) -> tuple[int, int]:
+    """Launch the kernel on a list of tiles of ``tile``'s height, on the current device.
+
+    Args:
+        a: Rows, a matrix or slabs.
+        sources: The row of ``a`` for each row of ``out``, int32; None if they are the same.
+        gate: ``[E, N, K]`` weights.
+        up: Such weights, if the activation is gated.
+        gate_bias: ``[E, N]``, or None.
+        up_bias: Likewise.
+        activation: What is applied to the products, or None.
+        tiles: What ``grouped_gemm_tiles`` returns.
+        tile: How the kernel works.
+        out: Rows that are written.
+        before: What the call that writes ``a`` has returned, if it is the one before this and has
+            the same tiles.
+
+    Returns:
+        How many row tiles go through all columns together, and in how many blocks.
+    """
+    role = "second" if any(before) else "alone" if sources is None else "first"
+    activation = activation or Activation("none")
+    if a.shape[-1] == 0:  # no TMA descriptor has an empty dimension
+        a, gate = a.new_zeros(*a.shape[:-1], 8), gate.new_zeros(*gate.shape[:-1], 8)
+        up = None if up is None else gate
+    some_bias = up_bias if gate_bias is None else gate_bias
+    a = _slabs(a)
+    sweep = max(MIN_SWEEP, SWEEP_BYTES // (tile.block_m * 2 * a.shape[-1]))
+    kernel = build(
+        dtype_name(a),
+        dtype_name(out),
+        activation.name,
+        some_bias is not None,
+        role,
+        *astuple(tile),
+    )
+    kernel(
+        a,
+        sources,
+        _view(gate),
+        None if up is None else _view(up),
+        some_bias,
+        None if up is None else some_bias if up_bias is None else up_bias,
+        _slabs(out),
+        tiles,
+        a.stride(1) // VECTOR,
+        sm_count(a.device),
+        sweep,
+        *before,
+        int(gate_bias is not None),
+        int(up_bias is not None),
+        activation.alpha,
+        activation.beta,
+        activation.limit,
+    )
+    return sweep, -(-out.shape[-1] // (WEIGHTS if up is None else WEIGHTS // 2))
