@@ -21,7 +21,9 @@ def scales(amax: torch.Tensor, power_of_two: bool) -> torch.Tensor:
 def _quantize(blocks, dims, power_of_two):
     magnitude = torch.where(blocks.isfinite(), blocks.abs(), 0.0)
     scale = scales(magnitude.amax(dims, keepdim=True), power_of_two)
-    q = (blocks / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    value = (blocks / scale).clamp(-LARGEST, LARGEST)
+    # NaN has one bit pattern, as on the GPU
+    q = torch.where(value.isnan(), torch.nan, value).to(torch.float8_e4m3fn)
     return q, scale.squeeze(dims)
 
 

@@ -1,4 +1,4 @@
-"""Tensors inside kernels, and the three float formats, of which the C target knows only float32.
+"""Tensors inside kernels, and the float formats, of which the C target knows only float32.
 
 Kernels take addresses, sizes and strides as numbers and put the tensors together themselves: one
 compile then serves every shape and view, and a call costs less than one that passes tensors. An
@@ -7,7 +7,8 @@ the memory alive until the kernel returns.
 
 bfloat16 and float16 tensors are int16 there. A value is widened to float32, exactly, where it is
 read and rounded once, to nearest even, where it is written; NaN stays NaN, infinities and signed
-zeros stay what they are, and float16 subnormals keep their values.
+zeros stay what they are, and float16 subnormals keep their values. float8_e4m3fn tensors are
+uint8: the format has no infinities, and what is too large for it becomes +-448.
 """
 
 import tilelang.cpu.language as T
@@ -86,3 +87,17 @@ def narrow(value, fmt: int):
     half = T.Select(magnitude >= T.uint32(0x47800000), T.uint32(0x7C00), half)
     half = T.Select(nan, T.uint32(0x7E00), half)
     return T.cast(half | ((bits >> 16) & T.uint32(0x8000)), "int16")
+
+
+def narrow_e4m3(value):
+    """Round a float32 to the uint8 bit pattern of a float8_e4m3fn; a NaN loses its sign."""
+    bits = T.reinterpret(value, "uint32")
+    magnitude = bits & T.uint32(0x7FFFFFFF)
+    normal = (magnitude + T.uint32(0x7FFFF) + ((magnitude >> 20) & T.uint32(1))) >> 20
+    # adding 2**14 aligns the last bit of a float32 with that of a subnormal
+    aligned = T.reinterpret(magnitude, "float32") + T.float32(16384)
+    small = T.reinterpret(aligned, "uint32") - T.uint32(0x46800000)
+    byte = T.Select(magnitude < T.uint32(0x3C800000), small, normal - T.uint32(120 << 3))
+    byte = T.Select(magnitude >= T.uint32(0x43E00000), T.uint32(0x7E), byte)
+    byte = byte | ((bits >> 24) & T.uint32(0x80))
+    return T.cast(T.Select(magnitude > T.uint32(0x7F800000), T.uint32(0x7F), byte), "uint8")

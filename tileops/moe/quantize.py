@@ -11,7 +11,8 @@ torch.library.define("tileops::quantize_fp8_rowwise_fwd", _SCHEMA)
 torch.library.define("tileops::quantize_fp8_blockwise_fwd", _SCHEMA)
 
 
-def _new_results(x: torch.Tensor, rows_of_block: int) -> tuple[torch.Tensor, torch.Tensor]:
+def new_results(x: torch.Tensor, rows_of_block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate the bytes and the scales of ``x`` in blocks of so many rows."""
     q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     shape = [*x.shape[:-1], x.shape[-1] // check.BLOCK]
     if rows_of_block > 1:
@@ -22,7 +23,7 @@ def _new_results(x: torch.Tensor, rows_of_block: int) -> tuple[torch.Tensor, tor
 def _quantize(op: str, x: torch.Tensor, rows_of_block: int, power_of_two: bool, target: str | None):
     """Run the target's kernel, which takes three dimensions of any strides but the last."""
     if x.numel() == 0:
-        return _new_results(x, rows_of_block)
+        return new_results(x, rows_of_block)
     slabs = x[(None,) * (3 - x.ndim)] if x.ndim < 3 else x
     if x.ndim > 3:
         try:
@@ -44,7 +45,7 @@ def _quantize_fp8_rowwise_fwd(x, power_of_two, target):
 
 @torch.library.register_fake("tileops::quantize_fp8_rowwise_fwd")
 def _quantize_fp8_rowwise_fwd_fake(x, power_of_two, target):
-    return _new_results(x, 1)
+    return new_results(x, 1)
 
 
 @torch.library.impl("tileops::quantize_fp8_blockwise_fwd", "CompositeExplicitAutograd")
@@ -54,7 +55,7 @@ def _quantize_fp8_blockwise_fwd(x, power_of_two, target):
 
 @torch.library.register_fake("tileops::quantize_fp8_blockwise_fwd")
 def _quantize_fp8_blockwise_fwd_fake(x, power_of_two, target):
-    return _new_results(x, check.BLOCK)
+    return new_results(x, check.BLOCK)
 
 
 def _check(op: str, name: str, x: torch.Tensor, last: tuple[str, ...], power_of_two: bool) -> None:
