@@ -24,6 +24,9 @@ TARGET = Target(
             Kernel(permute_align.moe_permute_align_fwd, permute_align.refuse)
         ],
         "moe_grouped_gemm_fwd": [Kernel(grouped_gemm.moe_grouped_gemm_fwd, grouped_gemm.refuse)],
+        "moe_grouped_gemm_fp8_fwd": [
+            Kernel(grouped_gemm.moe_grouped_gemm_fp8_fwd, grouped_gemm.refuse)
+        ],
         "quantize_fp8_rowwise_fwd": [
             Kernel(quantize_fp8.quantize_fp8_rowwise_fwd, quantize_fp8.refuse)
         ],
