@@ -1,7 +1,7 @@
 """Quantisation to FP8: one pass, in which the values stay in registers between amax and rounding.
 
 A thread takes eight neighbouring columns of a row, 16 threads a row of a block: half of a warp if
-blocks are rows, while 256 threads share a block of 128 rows.
+blocks are rows, while 512 threads share a block of 128 rows.
 """
 
 import tilelang.language as T
@@ -12,11 +12,13 @@ from tileops.moe.quantize import new_results
 
 BLOCK = 128
 THREADS = 256
+SQUARE_THREADS = 512
+"""Threads of a block of 128 rows."""
 COLUMNS = 8
 LANES = BLOCK // COLUMNS
 """Threads of a row of a block."""
-ROWS = THREADS // LANES
-"""Rows that a block of the grid takes at a time."""
+ROWS = SQUARE_THREADS // LANES
+"""Rows that these take at a time."""
 WARP = 32
 MAX_WIDTH = 2**30
 """Longest row: the column past the end that a thread may compute still is an int32."""
@@ -199,9 +201,9 @@ def build_blocks(dtype: str, vectors: bool):
         blocks: T.int32,
         power_of_two: T.int32,
     ):
-        with T.Kernel(blocks, threads=THREADS, prelude=CUDA) as block:
+        with T.Kernel(blocks, threads=SQUARE_THREADS, prelude=CUDA) as block:
             thread = T.get_thread_binding()
-            warp_max = T.alloc_shared((THREADS // WARP,), T.int32)
+            warp_max = T.alloc_shared((SQUARE_THREADS // WARP,), T.int32)
             block_row = T.alloc_var(T.int32)
             column = T.alloc_var(T.int32)
             slab = T.alloc_var(T.int32)
@@ -229,7 +231,7 @@ def build_blocks(dtype: str, vectors: bool):
             if thread % WARP == 0:
                 warp_max[thread // WARP] = amax
             T.sync_threads()
-            for i in T.unroll(THREADS // WARP):
+            for i in T.unroll(SQUARE_THREADS // WARP):
                 amax = T.max(amax, warp_max[i])
             find_scale(amax, power_of_two, scale)
             if thread == 0:
