@@ -13,8 +13,9 @@ def scales(amax: torch.Tensor, power_of_two: bool) -> torch.Tensor:
     scale = amax / LARGEST
     if power_of_two:
         mantissa, exponent = torch.frexp(scale.double())  # in [0.5, 1): a power of two has 0.5
-        power = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
-        scale = torch.where(scale == 0, 0.0, power.float())
+        exponent = exponent.long() - (mantissa == 0.5).long()
+        power = ((exponent + 1023) << 52).view(torch.float64).float()
+        scale = torch.where(scale == 0, 0.0, power)
     return torch.where(scale == 0, 1.0, scale)
 
 
