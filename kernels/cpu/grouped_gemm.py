@@ -147,7 +147,6 @@ def build(fmt: int, words: bool, level: str, lanes: int, tile_m: int, tile_n: in
             fold = T.alloc_local((tile_m * tile_n * lanes // 2,), T.float32)
             scratch = T.alloc_local((4,), T.float64)
             starts = T.alloc_local((2 * tile_n,), T.int64)
-            total = T.alloc_local((tile_m * tile_n * lanes if scaled else 1,), T.float32)
             scales_at = T.alloc_local((tile_n,), T.int64)
             end = T.alloc_var(T.int64, init=0)
             expert = T.alloc_var(T.int64)
@@ -222,7 +221,7 @@ def build(fmt: int, words: bool, level: str, lanes: int, tile_m: int, tile_n: in
                                     if scaled:
                                         dot_products(
                                             *(acc, fold, first, second, starts, wide, row),
-                                            *(sums, q * units, apart, K, total, a_scale),
+                                            *(sums, q * units, apart, K, a_scale),
                                             expert * a_scale_expert + top * a_scale_row,
                                             *(a_scale_row, a_scale_block),
                                             *(gate_scale, up_scale, scales_at),

@@ -9,6 +9,7 @@ of ``a`` is widened beforehand, once for all columns, into the order in which th
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import tilelang.cpu.language as T
 
@@ -68,22 +69,20 @@ def _halvings(lanes: int, acc, fold):
     return [((acc, fold)[i % 2], (fold, acc)[i % 2], lanes >> (i + 1)) for i in levels]
 
 
-def _sums_of(tile: Tile, height: int):
-    """Return the macro that adds up the lanes of ``acc`` and leaves the results in ``sums``."""
-    lanes, tile_n = tile.lanes, tile.columns
-    half = tile_n // 2
+def _fold_of(tile: Tile, height: int):
+    """Return the macro that adds up the lanes of ``acc``, and which of its arrays the sums are in.
+
+    They are in the order of rows, then columns.
+    """
+    halvings = partial(_halvings, tile.lanes)
 
     @T.macro
-    def add_up(acc, fold, row, sums, left, apart):
-        for source, target, remaining in _halvings(lanes, acc, fold):
-            for i in T.serial(height * tile_n * remaining):
+    def add_up(acc, fold):
+        for source, target, remaining in halvings(acc, fold):
+            for i in T.serial(height * tile.columns * remaining):
                 target[i] = source[2 * i] + source[2 * i + 1]
-        total = _halvings(lanes, acc, fold)[-1][1]
-        for i in T.serial(height):
-            for j in T.unroll(tile_n, explicit=True):
-                sums[row + i, left + j // half * apart + j % half] = total[i * tile_n + j]
 
-    return add_up
+    return add_up, lambda acc, fold: halvings(acc, fold)[-1][1]
 
 
 def _products_of(tile: Tile, height: int):
@@ -127,7 +126,8 @@ def dot(tile: Tile, height: int):
     ``left`` on and, for the second half of the columns, ``apart`` further on.
     """
     lanes, step, tile_n = tile.lanes, tile.step, tile.columns
-    multiply, add_up = _products_of(tile, height), _sums_of(tile, height)
+    half = tile_n // 2
+    multiply, (add_up, added) = _products_of(tile, height), _fold_of(tile, height)
 
     @T.macro
     def run(acc, fold, first, second, starts, tail, wide, row, sums, left, apart, K):
@@ -144,7 +144,11 @@ def dot(tile: Tile, height: int):
                                 wide[row + i, K // step * step + h * lanes + lane]
                                 * tail[j, h * lanes + lane]
                             )
-        add_up(acc, fold, row, sums, left, apart)
+        add_up(acc, fold)
+        total = added(acc, fold)
+        for i in T.serial(height):
+            for j in T.unroll(tile_n, explicit=True):
+                sums[row + i, left + j // half * apart + j % half] = total[i * tile_n + j]
 
     return run
 
@@ -152,14 +156,13 @@ def dot(tile: Tile, height: int):
 def scaled_dot(tile: Tile, height: int):
     """Return a macro like `dot` for operands whose blocks of K have scales.
 
-    Its further arguments: ``total``, a local array like ``acc``; ``a_scale``, the scales of the
-    widened rows from ``a_scale_from`` on, with their distances from row to row and from block to
-    block; and those of the two halves of the columns, ``scales_at`` where a column's begin, with
-    their distances from block to block.
+    Its further arguments: ``a_scale``, the scales of the widened rows from ``a_scale_from`` on,
+    with their distances from row to row and from block to block; and those of the two halves of the
+    columns, ``scales_at`` where a column's begin, with their distances from block to block.
     """
     lanes, step, tile_n = tile.lanes, tile.step, tile.columns
     half = tile_n // 2
-    multiply, add_up = _products_of(tile, height), _sums_of(tile, height)
+    multiply, (add_up, added) = _products_of(tile, height), _fold_of(tile, height)
 
     @T.macro
     def run(
@@ -174,7 +177,6 @@ def scaled_dot(tile: Tile, height: int):
         left,
         apart,
         K,
-        total,
         a_scale,
         a_scale_from,
         a_scale_row,
@@ -185,27 +187,25 @@ def scaled_dot(tile: Tile, height: int):
         gate_scale_block,
         up_scale_block,
     ):
-        for i in T.serial(height * tile_n * lanes):
-            total[i] = T.float32(0)
+        for i in T.serial(height):
+            for j in T.unroll(tile_n, explicit=True):
+                sums[row + i, left + j // half * apart + j % half] = T.float32(0)
         for block in T.serial(K // BLOCK):
             for i in T.serial(height * tile_n * lanes):
                 acc[i] = T.float32(0)
             for k in T.serial(BLOCK // step):
                 multiply(acc, first, second, starts, wide, row, block * (BLOCK // step) + k)
-            for i in T.unroll(height, explicit=True):
+            add_up(acc, fold)
+            total = added(acc, fold)
+            for i in T.serial(height):
+                a_factor = a_scale[a_scale_from + (row + i) * a_scale_row + block * a_scale_block]
                 for side, scales in enumerate(
                     ((gate_scale, gate_scale_block), (up_scale, up_scale_block))
                 ):
                     for j in T.unroll(side * half, side * half + half, explicit=True):
-                        for lane in T.serial(lanes):
-                            total[(i * tile_n + j) * lanes + lane] += acc[
-                                (i * tile_n + j) * lanes + lane
-                            ] * (
-                                a_scale[
-                                    a_scale_from + (row + i) * a_scale_row + block * a_scale_block
-                                ]
-                                * scales[0][scales_at[j] + block * scales[1]]
-                            )
-        add_up(total, fold, row, sums, left, apart)
+                        factor = a_factor * scales[0][scales_at[j] + block * scales[1]]
+                        sums[row + i, left + side * apart + j % half] += (
+                            total[i * tile_n + j] * factor
+                        )
 
     return run
