@@ -249,6 +249,24 @@ def test_views_of_every_operand(target, device):
     assert torch.equal(op(a, rows, b, one, ends), want)
 
 
+@pytest.mark.parametrize("place", range(4))
+def test_every_number_is_read_exactly(target, device, place):
+    """A kernel may read several at a time: each byte in each place of a word, of both operands."""
+    every = torch.arange(256, device=device).byte().view(E4M3)
+    some = torch.zeros(256, 128, device=device)
+    some[:, 4 + place] = 1
+    numbers = some.to(E4M3)
+    numbers[:, 4 + place] = every
+    ones, scale = some.to(E4M3), torch.ones(256, 1, device=device)
+    b_scale, end = torch.ones(1, 2, 1, device=device), ends_of([256], device)
+    for a, b in ((ones, numbers), (numbers, ones)):
+        out = torch.empty(256, 256, device=device)
+        args = a, scale, b[None], b_scale, end, None, TIGHT, None, target
+        run_grouped_gemm_fp8(*args, out)
+        got = out[0] if b is numbers else out[:, 0]
+        torch.testing.assert_close(got, every.float(), rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("offset", [1, 2, 3])
 def test_cpu_takes_weights_that_start_anywhere(offset):
     a, a_scale, b, b_scale = operands((9,), 2, 128, 256, "cpu")
