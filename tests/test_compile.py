@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tileops.moe import (
     ContiguousLayoutSpec,
     FusedMoEExpertsFwdOp,
+    FusedMoEFP8FwdOp,
     FusedMoEFwdOp,
     FusedMoESharedExpertFwdOp,
     FusedTopKFwdOp,
@@ -14,6 +15,7 @@ from tileops.moe import (
     MaskedLayoutSpec,
     MoEExpertMLPFwdOp,
     MoEFwdOp,
+    MoEGroupedGemmFP8FwdOp,
     MoEGroupedGemmFwdOp,
     MoEPermuteAlignFwdOp,
     MoEPostPermuteFwdOp,
@@ -21,6 +23,8 @@ from tileops.moe import (
     MoERouterFwdOp,
     SharedExpertMLPFwdOp,
     SwiGLUFwdOp,
+    quantize_fp8_blockwise,
+    quantize_fp8_rowwise,
 )
 
 E, K, H, F = 4, 2, 16, 24
@@ -32,6 +36,52 @@ def weights(device):
     w_gate_up = torch.randn(E, 2 * F, H, device=device).bfloat16()
     w_down = torch.randn(E, H, F, device=device).bfloat16()
     return w_gate_up, w_down
+
+
+def fp8_weights(device):
+    """Weights of both GEMMs and their scales, for tokens that are eight times as wide."""
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = (E, 2 * 128, 8 * H), (E, 8 * H, 128)
+    found = (torch.randn(shape, device=device, generator=generator) for shape in shapes)
+    return [x for w in found for x in quantize_fp8_blockwise(w, target="reference")]
+
+
+def fp8_programs(target, device):
+    """What `programs` returns, for the ops with FP8."""
+    w = fp8_weights(device)
+    layer = FusedMoEFP8FwdOp(K, renormalize=True, target=target)
+    names = "w_gate_up", "w_gate_up_scale", "w_down", "w_down_scale"
+    shared = {f"shared_{name}": x[0] for name, x in zip(names, w, strict=True)}
+    topk = FusedTopKFwdOp(K, target=target)
+
+    def widened(x):
+        return x.repeat(1, 8)
+
+    def quantized(x, g):
+        rows = quantize_fp8_rowwise(widened(x), power_of_two=True, target=target)
+        blocks = quantize_fp8_blockwise(widened(x).repeat(128, 1), target=target)
+        return tuple(y.view(torch.uint8) for y in (*rows, *blocks))
+
+    found = {
+        "quantize FP8": quantized,
+        "FusedMoEFP8": lambda x, g: layer(widened(x), g, *w),
+        "FusedMoEFP8, shared": lambda x, g: layer(widened(x), g, *w, **shared),
+    }
+    for layout in LAYOUTS:
+        pre = MoEPrePermuteFwdOp(layout, E, target=target)
+        post = MoEPostPermuteFwdOp(layout, target=target)
+        gemm = MoEGroupedGemmFP8FwdOp(layout, target=target)
+
+        def stages(x, g, pre=pre, post=post, gemm=gemm):
+            scores, ids = topk(g)
+            rows, metadata, inverse = pre(widened(x), ids)
+            q = quantize_fp8_rowwise(rows, target=target)
+            out = torch.empty(*rows.shape[:-1], 2 * 128, dtype=torch.bfloat16, device=x.device)
+            gemm(*q, *w[:2], metadata, out)
+            return post(out, scores, inverse), post(gemm(*q, *w[:2], metadata), scores, inverse)
+
+        found[f"FP8 stages {layout!r}"] = stages
+    return found
 
 
 def programs(target, device):
@@ -77,7 +127,7 @@ def programs(target, device):
             return out, post(wide, scores, inverse)
 
         found[f"stages {layout!r}"] = stages
-    return found
+    return found | fp8_programs(target, device)
 
 
 NAMES = list(programs("reference", "cpu"))
@@ -111,7 +161,9 @@ def test_one_graph_for_every_token_count(kernels, device, name):
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("name", ["FusedMoE", "FusedMoESharedExpert", "MoE", NAMES[-1]])
+@pytest.mark.parametrize(
+    "name", ["FusedMoE", "FusedMoESharedExpert", "FusedMoEFP8", "MoE", f"stages {LAYOUTS[-1]!r}"]
+)
 def test_inductor(kernels, device, name):
     torch._dynamo.reset()
     program = programs(kernels, device)[name]
@@ -196,7 +248,19 @@ def operator_calls(target, device):
     scores = torch.rand(5, K, device=device)
     gemm = rows, wd.transpose(1, 2).contiguous(), ends, None, layout, None
     experts = x, wg, wd, scores, ids, None, None, 1.0, "silu_and_mul", target
+    wide, *w8 = x.repeat(1, 8), *fp8_weights(device)
+    q, q_scale = ops.quantize_fp8_rowwise_fwd(rows.repeat(1, 8), False, target)
+    gemm8 = q, q_scale, *w8[:2], ends, layout, target
     return {
+        "quantize_fp8_rowwise_fwd": (wide, True, target),
+        "quantize_fp8_blockwise_fwd": (wide.repeat(128, 1), False, target),
+        "moe_grouped_gemm_fp8_fwd": gemm8,
+        "moe_grouped_gemm_fp8_fwd_out": (*gemm8, rows.new_empty(rows.shape[0], 2 * 128)),
+        "fused_moe_experts_fp8_fwd": (wide, None, *w8, scores, ids, None, None, 1.0)
+        + ("silu_and_mul", torch.bfloat16, target),
+        "fused_moe_fp8_fwd": (wide, g, *w8, None, None, None, K, "softmax", True, 1, 1, 1.0)
+        + ("silu_and_mul", target),
+        "shared_expert_mlp_fp8_fwd": (wide, *(w[0] for w in w8), target),
         "fused_topk_fwd": (g, None, K, "softmax", True, 1, 1, 1.0, target),
         "moe_pre_permute_fwd": (x, ids, layout, E, target),
         "moe_post_permute_fwd": (rows, scores, inverse, layout, 1.0, torch.float32, target),
@@ -227,4 +291,8 @@ def operator_calls(target, device):
 @pytest.mark.parametrize("name", list(operator_calls("reference", "cpu")))
 def test_opcheck(kernels, device, name):
     args = operator_calls(kernels, device)[name]
-    torch.library.opcheck(getattr(torch.ops.tileops, name).default, args)
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    checks.append("test_aot_dispatch_dynamic")
+    if any(getattr(x, "dtype", None) == torch.float8_e4m3fn for x in args):
+        checks.remove("test_schema")  # it multiplies its arguments, which torch cannot with FP8
+    torch.library.opcheck(getattr(torch.ops.tileops, name).default, args, test_utils=checks)

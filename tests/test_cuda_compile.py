@@ -12,6 +12,7 @@ from tileops.kernels.cuda import (
     permute,
     place_routes,
     post_permute,
+    quantize_fp8,
     router,
     sparse_mixer,
     swiglu,
@@ -46,6 +47,9 @@ KERNELS = {
     "place counted routes": lambda: place_routes.build_place("slots", 0),
     "copy rows": permute.build_copy,
     "combine rows": lambda: post_permute.build("bfloat16", "bfloat16"),
+    "quantise rows": lambda: quantize_fp8.build_rows("bfloat16", True),
+    "quantise rows that start anywhere": lambda: quantize_fp8.build_rows("float16", False),
+    "quantise squares": lambda: quantize_fp8.build_blocks("float32", True),
     "tiles of labels": lambda: grouped_gemm_tiles.build("per_row"),
     "tiles of slabs": lambda: grouped_gemm_tiles.build("masked"),
 }

@@ -8,6 +8,7 @@ import torch
 
 from tileops import targets
 from tileops.moe import (
+    FusedMoEFP8FwdOp,
     FusedMoEFwdOp,
     IndexedExpertMLPFwdOp,
     MoEFwdOp,
@@ -15,6 +16,7 @@ from tileops.moe import (
     MoERouterFwdOp,
     SharedExpertMLPFwdOp,
     SwiGLUFwdOp,
+    quantize_fp8_blockwise,
 )
 from tileops.workloads import TARGET as REFERENCE
 
@@ -53,6 +55,11 @@ def test_rows_match_the_launches(calls):
     MoEPermuteAlignFwdOp(2, **on)(ids)
     MoERouterFwdOp(2, **on)(logits)
     SwiGLUFwdOp(**on)(x)
+    x, up, down = torch.ones(3, 128), torch.ones(2, 256, 128), torch.ones(2, 128, 128)
+    up, down = (quantize_fp8_blockwise(w, **on) for w in (up, down))
+    names = "shared_w_gate_up", "shared_w_gate_up_scale", "shared_w_down", "shared_w_down_scale"
+    shared = dict(zip(names, (w[0] for w in (*up, *down)), strict=True))
+    FusedMoEFP8FwdOp(1, **on)(x, logits, *up, *down, **shared)
     assert calls == {
         name: (len(arguments), ["out"] if writes else [])
         for name, (arguments, writes) in TABLE.items()

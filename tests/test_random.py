@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from tileops.moe import (
     ContiguousLayoutSpec,
     FusedMoEExpertsFwdOp,
+    FusedMoEFP8FwdOp,
     FusedMoEFwdOp,
     FusedMoESharedExpertFwdOp,
     FusedTopKFwdOp,
     IndexedExpertMLPFwdOp,
     MoEExpertMLPFwdOp,
     MoEFwdOp,
+    MoEGroupedGemmFP8FwdOp,
     MoEGroupedGemmFwdOp,
     MoEPermuteAlignFwdOp,
     MoEPostPermuteFwdOp,
@@ -30,6 +32,8 @@ from tileops.moe import (
     RoutingEpilogueSpec,
     SharedExpertMLPFwdOp,
     SwiGLUFwdOp,
+    quantize_fp8_blockwise,
+    quantize_fp8_rowwise,
 )
 from tileops.moe.router import SCORINGS
 from tileops.workloads.accuracy import ROUNDING
@@ -408,3 +412,76 @@ def test_onnx_moe(draw):
     # a clamp only makes terms smaller
     size = call(MoEFwdOp(**settings, target="reference"), *magnitudes(tensors))
     assert_close(got, want, size, roundings=3, additions=H + F + k)
+
+
+@random_calls(40)
+def test_quantisations(draw):
+    lead = draw.choice("leading dimensions", (), (3,), (2, 0), (2, 3), (2, 1, 3))
+    blocks, powers = draw.choice("blocks", (1, 1), (2, 3)), draw.choice("reach", 0, 8, 60, 140)
+    shape = *lead, 128 * blocks[0], 128 * blocks[1]
+    scale = torch.exp2(draw.integers(-powers, powers, *shape).double())
+    x = draw.sprinkled((draw.normal(*shape).double() * scale).to(draw.dtype()), NAN, INF, -INF, 0.0)
+    x, settings = draw.view(x), {"power_of_two": draw.flag("power_of_two")}
+    for quantize in (quantize_fp8_rowwise, quantize_fp8_blockwise):
+        got, want = (quantize(x, **settings, target=target) for target in ("cpu", "reference"))
+        assert_equal(got[0].view(torch.uint8), want[0].view(torch.uint8))
+        assert_equal(got[1], want[1])
+
+
+def fp8_weights(draw, E, H, F):
+    """w_gate_up, w_down and their scales, each a view."""
+    weights = draw.normal(E, 2 * F, H, scale=H**-0.5), draw.normal(E, H, F, scale=F**-0.5)
+    made = (quantize_fp8_blockwise(w, target="reference") for w in weights)
+    return [draw.view(x) for pair in made for x in pair]
+
+
+@random_calls(50)
+def test_grouped_gemm_fp8(draw):
+    """Small whole numbers and scales that are powers of two: sums are exact."""
+    K, N = draw.choice("K", 128, 384), draw.choice("N", 128, 256)
+    layout, E, rows, metadata, owned = expert_rows(
+        draw, lambda *shape: draw.integers(-2, 2, *shape).float(), K
+    )
+    a, b = (
+        draw.view(x.to(torch.float8_e4m3fn), repeated=False)
+        for x in (rows, draw.integers(-2, 2, E, N, K).float())
+    )
+    a_scale, b_scale = (
+        draw.view(torch.exp2(draw.integers(-3, 3, *shape).float()), repeated=False)
+        for shape in ((*rows.shape[:-1], K // 128), (E, N // 128, K // 128))
+    )
+    cpu, reference = both(MoEGroupedGemmFP8FwdOp, layout)
+    want = reference(a, a_scale, b, b_scale, metadata)
+    out, buffer = draw.out(want.shape, want.dtype)
+    assert cpu(a, a_scale, b, b_scale, metadata, out) is out
+    assert_equal(out[owned], want[owned])
+    assert_untouched_around(out, buffer)
+
+
+@random_calls(40)
+def test_layer_fp8(draw):
+    found, logits, bias = routing(draw, max_experts_of_a_group=3)
+    (T, E), dtype, K = logits.shape, draw.dtype(), found["top_k"]
+    H, F = draw.choice("H", 128, 256), draw.choice("F", 128, 256)
+    x, weights = draw.view(draw.normal(T, H, dtype=dtype)), fp8_weights(draw, E, H, F)
+    widths = {"b_gate_up": 2 * F, "b_down": H}
+    biases = [draw.maybe(name, draw.normal(E, n, dtype=dtype)) for name, n in widths.items()]
+    shared = {}
+    if draw.flag("shared expert"):
+        names = "w_gate_up", "w_gate_up_scale", "w_down", "w_down_scale"
+        alone = fp8_weights(draw, 1, H, F)
+        shared = {f"shared_{name}": w[0] for name, w in zip(names, alone, strict=True)}
+    activation = draw.choice("activation", *GATED)
+
+    def call(op, x, *tensors, **shared):
+        result = op(x, logits, *tensors[:4], bias, *tensors[4:], **shared)
+        return result if isinstance(result, tuple) else (result,)
+
+    cpu, reference = both(FusedMoEFP8FwdOp, **found, activation=activation)
+    results = (call(op, x, *weights, *biases, **shared) for op in (cpu, reference))
+    names, tensors = list(shared), magnitudes((x, *weights, *biases, *shared.values()))
+    sizes = call(reference, *tensors[:7], **dict(zip(names, tensors[7:], strict=True)))
+    # an activation that is between two numbers of e4m3 may become either
+    either = 2**12
+    for got, want, size in zip(*results, sizes, strict=True):
+        assert_close(got, want, size, roundings=3, additions=H + F + K + either)

@@ -10,6 +10,10 @@ import torch
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INT32 = (torch.int32,)
 FLOAT32 = (torch.float32,)
+FP8 = (torch.float8_e4m3fn,)
+
+BLOCK = 128
+"""Side of the blocks that share a scale with FP8."""
 
 SMALLEST, LARGEST = 2.0**-149, torch.finfo(torch.float32).max
 """Of the positive float32 numbers."""
@@ -75,7 +79,13 @@ class Checker:
         self.device: torch.device | None = None
 
     def tensor(
-        self, name: str, x: object, shape: tuple[str, ...], dtypes: tuple[torch.dtype, ...]
+        self,
+        name: str,
+        x: object,
+        shape: tuple[str, ...],
+        dtypes: tuple[torch.dtype, ...],
+        *,
+        any_stride: bool = False,
     ) -> None:
         """Check kind, rank, sizes, dtype, device, last stride and that no gradient is asked for."""
         if not isinstance(x, torch.Tensor):
@@ -91,7 +101,7 @@ class Checker:
             raise ValueError(
                 f"{self.op}: {name} must be on {self.device}, as the other tensors, got {x.device}"
             )
-        if x.ndim and x.stride(-1) != 1 and x.shape[-1] > 1:
+        if x.ndim and x.stride(-1) != 1 and x.shape[-1] > 1 and not any_stride:
             raise ValueError(
                 f"{self.op}: {name} must have a last dimension of stride 1, got strides "
                 f"{x.stride()}; call .contiguous() on it once, outside the hot path"
@@ -101,6 +111,17 @@ class Checker:
                 f"{self.op}: {name} requires grad, but the op is forward-only: "
                 f"call it under torch.no_grad() or detach the tensor"
             )
+
+    def in_blocks(self, name: str, x: torch.Tensor, *letters: str) -> None:
+        """Check that these sizes of ``x`` are whole blocks; make ``N/128`` a letter for each."""
+        for letter in letters:
+            size = self.dims[letter]
+            if size % BLOCK:
+                raise ValueError(
+                    f"{self.op}: {name} must have {letter} a multiple of {BLOCK}, the side of the "
+                    f"blocks that share a scale, got {letter} = {size} in {tuple(x.shape)}"
+                )
+            self.dims[f"{letter}/{BLOCK}"] = size // BLOCK
 
     def output(
         self, name: str, x: object, shape: tuple[str, ...], dtypes: tuple[torch.dtype, ...]

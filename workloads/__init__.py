@@ -8,8 +8,10 @@ float32 in float64.
 from tileops.targets import Kernel, Target
 from tileops.workloads import (
     grouped_gemm,
+    grouped_gemm_fp8,
     permute,
     permute_align,
+    quantize_fp8,
     router,
     sparse_mixer,
     swiglu,
@@ -23,6 +25,9 @@ TARGET = Target(
         "moe_pre_permute_fwd": [Kernel(permute.moe_pre_permute_fwd)],
         "moe_post_permute_fwd": [Kernel(permute.moe_post_permute_fwd)],
         "moe_grouped_gemm_fwd": [Kernel(grouped_gemm.moe_grouped_gemm_fwd)],
+        "moe_grouped_gemm_fp8_fwd": [Kernel(grouped_gemm_fp8.moe_grouped_gemm_fp8_fwd)],
+        "quantize_fp8_rowwise_fwd": [Kernel(quantize_fp8.quantize_fp8_rowwise_fwd)],
+        "quantize_fp8_blockwise_fwd": [Kernel(quantize_fp8.quantize_fp8_blockwise_fwd)],
         "moe_permute_align_fwd": [Kernel(permute_align.moe_permute_align_fwd)],
         "moe_router_fwd": [Kernel(router.moe_router_fwd)],
         "sparse_mixer_fwd": [Kernel(sparse_mixer.sparse_mixer_fwd)],

@@ -4,6 +4,7 @@ from tileops.kernels.cpu import (
     grouped_gemm,
     permute,
     permute_align,
+    quantize_fp8,
     router,
     sparse_mixer,
     swiglu,
@@ -23,6 +24,15 @@ TARGET = Target(
             Kernel(permute_align.moe_permute_align_fwd, permute_align.refuse)
         ],
         "moe_grouped_gemm_fwd": [Kernel(grouped_gemm.moe_grouped_gemm_fwd, grouped_gemm.refuse)],
+        "moe_grouped_gemm_fp8_fwd": [
+            Kernel(grouped_gemm.moe_grouped_gemm_fp8_fwd, grouped_gemm.refuse)
+        ],
+        "quantize_fp8_rowwise_fwd": [
+            Kernel(quantize_fp8.quantize_fp8_rowwise_fwd, quantize_fp8.refuse)
+        ],
+        "quantize_fp8_blockwise_fwd": [
+            Kernel(quantize_fp8.quantize_fp8_blockwise_fwd, quantize_fp8.refuse)
+        ],
         "swiglu_fwd": [Kernel(swiglu.swiglu_fwd, swiglu.refuse)],
     },
     detect=lambda device: device.type == "cpu",

@@ -1,4 +1,4 @@
-"""Tensors inside kernels, and the three float formats, of which the C target knows only float32.
+"""Tensors inside kernels, and the float formats, of which the C target knows only float32.
 
 Kernels take addresses, sizes and strides as numbers and put the tensors together themselves: one
 compile then serves every shape and view, and a call costs less than one that passes tensors. An
@@ -7,13 +7,16 @@ the memory alive until the kernel returns.
 
 bfloat16 and float16 tensors are int16 there. A value is widened to float32, exactly, where it is
 read and rounded once, to nearest even, where it is written; NaN stays NaN, infinities and signed
-zeros stay what they are, and float16 subnormals keep their values.
+zeros stay what they are, and float16 subnormals keep their values. float8_e4m3fn tensors are
+uint8: the format has no infinities, and what is too large for it becomes +-448.
 """
+
+from functools import partial
 
 import tilelang.cpu.language as T
 import torch
 
-FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+FLOAT32, BFLOAT16, FLOAT16, E4M3 = 0, 1, 2, 3
 
 FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 """A dtype as a kernel argument."""
@@ -36,8 +39,9 @@ def any_floats(address, shape, strides=None):
 
 
 def floats(address, shape, fmt: int, strides=None):
-    """Return the tensor of float32, or of 16-bit floats as int16, at an address, in a kernel."""
-    return view(address, shape, T.float32 if fmt == FLOAT32 else T.int16, strides)
+    """Return the tensor of float32, of int16 for 16-bit floats or uint8 for e4m3, in a kernel."""
+    dtype = {FLOAT32: T.float32, E4M3: T.uint8}.get(fmt, T.int16)
+    return view(address, shape, dtype, strides)
 
 
 def _from_half(shifted, special):
@@ -63,8 +67,27 @@ def widen_high(word, fmt: int):
     return _from_half(word >> 3, (word & 0x7C000000) == 0x7C000000)
 
 
+def _from_e4m3(high):
+    """Widen an e4m3 from a uint32 that has it in its highest byte."""
+    bits = T.cast(T.cast(high, "int32") >> 4, "uint32") & T.uint32(0x87F00000)
+    special = (high & T.uint32(0x7F000000)) == T.uint32(0x7F000000)
+    bits = bits | T.Select(special, T.uint32(0x78000000), T.uint32(0))
+    # the product gives every exponent its bias, and normalises subnormals
+    return T.reinterpret(bits, "float32") * T.float32(2.0**120)
+
+
+def widen_parts(fmt: int):
+    """Return functions for the floats in an int32, two of 16 bits or four of 8, lowest first."""
+    if fmt == E4M3:
+        shifts = (T.uint32(24 - 8 * part) for part in range(4))
+        return [lambda word, by=by: _from_e4m3(T.cast(word, "uint32") << by) for by in shifts]
+    return [partial(widen_low, fmt=fmt), partial(widen_high, fmt=fmt)]
+
+
 def widen(bits, fmt: int):
-    """Return the float32 value of an int16 bit pattern (a float32 passes through)."""
+    """Return the float32 value of a bit pattern as `floats` has it (a float32 passes through)."""
+    if fmt == E4M3:
+        return _from_e4m3(T.cast(bits, "uint32") << T.uint32(24))
     return bits if fmt == FLOAT32 else widen_low(T.cast(bits, "int32"), fmt)
 
 
@@ -86,3 +109,17 @@ def narrow(value, fmt: int):
     half = T.Select(magnitude >= T.uint32(0x47800000), T.uint32(0x7C00), half)
     half = T.Select(nan, T.uint32(0x7E00), half)
     return T.cast(half | ((bits >> 16) & T.uint32(0x8000)), "int16")
+
+
+def narrow_e4m3(value):
+    """Round a float32 to the uint8 bit pattern of a float8_e4m3fn; a NaN loses its sign."""
+    bits = T.reinterpret(value, "uint32")
+    magnitude = bits & T.uint32(0x7FFFFFFF)
+    normal = (magnitude + T.uint32(0x7FFFF) + ((magnitude >> 20) & T.uint32(1))) >> 20
+    # adding 2**14 aligns the last bit of a float32 with that of a subnormal
+    aligned = T.reinterpret(magnitude, "float32") + T.float32(16384)
+    small = T.reinterpret(aligned, "uint32") - T.uint32(0x46800000)
+    byte = T.Select(magnitude < T.uint32(0x3C800000), small, normal - T.uint32(120 << 3))
+    byte = T.Select(magnitude >= T.uint32(0x43E00000), T.uint32(0x7E), byte)
+    byte = byte | ((bits >> 24) & T.uint32(0x80))
+    return T.cast(T.Select(magnitude > T.uint32(0x7F800000), T.uint32(0x7F), byte), "uint8")

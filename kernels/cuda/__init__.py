@@ -7,6 +7,7 @@ from tileops.kernels.cuda import (
     permute,
     permute_align,
     post_permute,
+    quantize_fp8,
     router,
     sparse_mixer,
     swiglu,
@@ -32,6 +33,12 @@ TARGET = Target(
         "moe_router_fwd": [Kernel(router.moe_router_fwd, router.refuse)],
         "sparse_mixer_fwd": [Kernel(sparse_mixer.sparse_mixer_fwd, sparse_mixer.refuse)],
         "swiglu_fwd": [Kernel(swiglu.swiglu_fwd, swiglu.refuse)],
+        "quantize_fp8_rowwise_fwd": [
+            Kernel(quantize_fp8.quantize_fp8_rowwise_fwd, quantize_fp8.refuse)
+        ],
+        "quantize_fp8_blockwise_fwd": [
+            Kernel(quantize_fp8.quantize_fp8_blockwise_fwd, quantize_fp8.refuse)
+        ],
         "indexed_expert_mlp_fwd": [
             Kernel(indexed_experts.indexed_expert_mlp_fwd, indexed_experts.refuse)
         ],

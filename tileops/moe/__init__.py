@@ -9,7 +9,9 @@ from tileops.layouts import (
 from tileops.moe.expert_mlp import MoEExpertMLPFwdOp
 from tileops.moe.experts import FusedMoEExpertsFwdOp
 from tileops.moe.fused_moe import FusedMoEFwdOp
+from tileops.moe.fused_moe_fp8 import FusedMoEFP8FwdOp
 from tileops.moe.grouped_gemm import MoEGroupedGemmFwdOp
+from tileops.moe.grouped_gemm_fp8 import MoEGroupedGemmFP8FwdOp
 from tileops.moe.indexed_experts import IndexedExpertMLPFwdOp
 from tileops.moe.modular import (
     FusedMoEExpertsModular,
@@ -21,6 +23,7 @@ from tileops.moe.modular import (
 from tileops.moe.onnx_moe import MoEFwdOp
 from tileops.moe.permute import MoEPostPermuteFwdOp, MoEPrePermuteFwdOp
 from tileops.moe.permute_align import MoEPermuteAlignFwdOp
+from tileops.moe.quantize import quantize_fp8_blockwise, quantize_fp8_rowwise
 from tileops.moe.router import MoERouterFwdOp
 from tileops.moe.shared_expert import FusedMoESharedExpertFwdOp, SharedExpertMLPFwdOp
 from tileops.moe.swiglu import SwiGLUFwdOp
@@ -30,6 +33,7 @@ __all__ = [
     "ContiguousLayoutSpec",
     "FusedMoEExpertsFwdOp",
     "FusedMoEExpertsModular",
+    "FusedMoEFP8FwdOp",
     "FusedMoEFwdOp",
     "FusedMoEPrepareAndFinalize",
     "FusedMoESharedExpertFwdOp",
@@ -39,6 +43,7 @@ __all__ = [
     "MaskedLayoutSpec",
     "MoEExpertMLPFwdOp",
     "MoEFwdOp",
+    "MoEGroupedGemmFP8FwdOp",
     "MoEGroupedGemmFwdOp",
     "MoEPermuteAlignFwdOp",
     "MoEPostPermuteFwdOp",
@@ -50,4 +55,6 @@ __all__ = [
     "SwiGLUFwdOp",
     "WeightedReduce",
     "WeightedReduceNoOp",
+    "quantize_fp8_blockwise",
+    "quantize_fp8_rowwise",
 ]

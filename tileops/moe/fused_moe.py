@@ -7,15 +7,8 @@ import torch
 from tileops import check, targets
 from tileops.moe.expert_mlp import check_expert_weights
 from tileops.moe.experts import FusedMoEExpertsFwdOp
-from tileops.moe.grouped_gemm import ACTIVATIONS
-from tileops.moe.modular import (
-    FusedMoEExpertsModular,
-    FusedMoEPrepareAndFinalize,
-    PrepareAndFinalizeNoOp,
-    PrepareResult,
-)
-from tileops.moe.op import Op
-from tileops.moe.topk import check_experts, check_routing
+from tileops.moe.modular import PrepareAndFinalizeNoOp
+from tileops.moe.routed_layer import RoutedLayer
 
 torch.library.define(
     "tileops::fused_moe_fwd",
@@ -78,7 +71,7 @@ def _staged(
 targets.register_staged("fused_moe_fwd", _staged, ("fused_topk_fwd", "fused_moe_experts_fwd"))
 
 
-class FusedMoEFwdOp(Op):
+class FusedMoEFwdOp(RoutedLayer):
     """Route each token to its top-k experts and return the weighted sum of what they answer.
 
     The routed feed-forward layer of a Mixture-of-Experts model, from the router's logits to the
@@ -122,48 +115,7 @@ class FusedMoEFwdOp(Op):
         torch.Size([5, 16])
     """
 
-    _name = "FusedMoEFwdOp"  # the op that messages speak of
-
-    def __init__(
-        self,
-        top_k: int,
-        scoring_func: str = "softmax",
-        renormalize: bool = False,
-        routed_scaling_factor: float = 1.0,
-        num_expert_group: int = 1,
-        topk_group: int = 1,
-        *,
-        activation: str = "silu_and_mul",
-        target: str | None = None,
-        prepare_finalize: FusedMoEPrepareAndFinalize | None = None,
-        experts: FusedMoEExpertsModular | None = None,
-    ) -> None:
-        check_routing(
-            self._name,
-            top_k,
-            scoring_func,
-            renormalize,
-            num_expert_group,
-            topk_group,
-            routed_scaling_factor,
-        )
-        check.choice(self._name, "activation", activation, ACTIVATIONS)
-        self.top_k = top_k
-        self.scoring_func = scoring_func
-        self.renormalize = renormalize
-        self.routed_scaling_factor = float(routed_scaling_factor)
-        self.num_expert_group = num_expert_group
-        self.topk_group = topk_group
-        self.activation = activation
-        self.target = targets.target_argument(self._name, target)
-        for name, part, kind in (
-            ("prepare_finalize", prepare_finalize, FusedMoEPrepareAndFinalize),
-            ("experts", experts, FusedMoEExpertsModular),
-        ):
-            if part is not None and not isinstance(part, kind):
-                raise TypeError(f"{self._name}: {name} must be a {kind.__name__}, got {part!r}")
-        self.prepare_finalize = prepare_finalize
-        self.experts = experts
+    _name = "FusedMoEFwdOp"
 
     def forward(
         self,
@@ -201,26 +153,7 @@ class FusedMoEFwdOp(Op):
         if self.prepare_finalize is not None:
             del checker.dims["E"]  # the weights may be those of this rank's experts only
         check_expert_weights(checker, hidden_states.dtype, w_gate_up, w_down, b_gate_up, b_down)
-        check_experts(
-            self._name,
-            num_experts,
-            self.top_k,
-            self.scoring_func,
-            self.num_expert_group,
-            self.topk_group,
-            correction_bias,
-        )
-        if correction_bias is not None:
-            checker.dims["E"] = num_experts
-            checker.tensor("correction_bias", correction_bias, ("E",), check.FLOAT32)
-        routing = (
-            self.top_k,
-            self.scoring_func,
-            self.renormalize,
-            self.num_expert_group,
-            self.topk_group,
-            self.routed_scaling_factor,
-        )
+        routing = self._check_routing(checker, num_experts, correction_bias)
         if self.prepare_finalize is None and self.experts is None:
             return torch.ops.tileops.fused_moe_fwd.default(
                 hidden_states,
@@ -257,12 +190,7 @@ class FusedMoEFwdOp(Op):
         experts = self.experts or FusedMoEExpertsFwdOp(
             activation=self.activation, target=self.target
         )
-        prepared = movement.prepare(hidden_states, weights, ids, num_experts)
-        if not isinstance(prepared, PrepareResult):
-            raise TypeError(
-                f"{self._name}: prepare_finalize.prepare must return a PrepareResult, got "
-                f"{type(prepared).__name__}"
-            )
+        prepared = self._prepare(movement, hidden_states, weights, ids, num_experts)
         if prepared.scale is not None and self.experts is None:
             raise ValueError(
                 f"{self._name}: prepare_finalize must return tokens without a scale, since "

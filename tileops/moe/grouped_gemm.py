@@ -106,7 +106,12 @@ def _moe_grouped_gemm_fwd_out_fake(*args):
 
 
 def check_rows(
-    checker: check.Checker, name: str, rows: torch.Tensor, width: str, layout: MGroupedLayoutSpec
+    checker: check.Checker,
+    name: str,
+    rows: torch.Tensor,
+    width: str,
+    layout: MGroupedLayoutSpec,
+    dtypes: tuple[torch.dtype, ...] = check.FLOATS,
 ) -> tuple[str, ...]:
     """Check a matrix or slab of expert rows; return the letters of its leading dimensions."""
     if isinstance(layout, MaskedLayoutSpec):
@@ -114,7 +119,7 @@ def check_rows(
         lead: tuple[str, ...] = ("E", "max_m")
     else:
         lead = ("M",)
-    checker.tensor(name, rows, (*lead, width), check.FLOATS)
+    checker.tensor(name, rows, (*lead, width), dtypes)
     return lead
 
 

@@ -1,0 +1,304 @@
+"""The FP8 layer: against float64 with the same quantisations and without, edges, messages."""
+
+import dataclasses
+import math
+
+import formulas
+import pytest
+import torch
+from test_grouped_gemm_fp8 import E4M3, dequantised, fp8, scales
+from test_modular import Doubled, Shard
+
+from tileops.moe import (
+    FusedMoEExpertsFwdOp,
+    FusedMoEFP8FwdOp,
+    FusedMoEPrepareAndFinalize,
+    PrepareResult,
+    quantize_fp8_blockwise,
+    quantize_fp8_rowwise,
+)
+from tileops.moe.modular import PrepareAndFinalizeNoOp
+from tileops.workloads.accuracy import bound, relative_error
+from tileops.workloads.manifest import layers
+
+MODELS = "qwen3-30b-a3b deepseek-v3 gpt-oss-20b llama-4-maverick"
+SMALL = {
+    name: dataclasses.replace(layers()[name], num_experts=32, hidden_size=256, ffn_size=128)
+    for name in MODELS.split()
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
+H, F = 256, 128
+
+
+def fp8_weights(w):
+    """Quantise what a layer has; names as the op takes them."""
+    found = {name: w[name] for name in ("correction_bias", "b_gate_up", "b_down")}
+    for name in ("w_gate_up", "w_down"):
+        q, scale = quantize_fp8_blockwise(w[name], target="reference")
+        found |= {name: q, f"{name}_scale": scale}
+    return found
+
+
+def rounded_rows(x):
+    """What is left of rows that were quantised; for finite values."""
+    blocks = x.unflatten(-1, (-1, 128))
+    scale = blocks.abs().amax(-1, keepdim=True).float() / 448
+    scale = torch.where(scale == 0, 1.0, scale)
+    return ((blocks / scale).to(E4M3).to(x.dtype) * scale.to(x.dtype)).flatten(-2)
+
+
+def plain(x, w, weights, ids, activation, compute, out_dtype, rows=rounded_rows):
+    """The layer's experts in plain torch, quantised where the op quantises."""
+    out = torch.zeros(x.shape, dtype=compute, device=x.device)
+    for e in ids.unique().tolist():
+        token, slot = (ids == e).nonzero(as_tuple=True)
+        w_gate_up, w_down = (
+            dequantised(w[name][e], w[f"{name}_scale"][e], 128).to(compute)
+            for name in ("w_gate_up", "w_down")
+        )
+        product = rows(x[token].to(compute)) @ w_gate_up.T
+        if w["b_gate_up"] is not None:
+            product += w["b_gate_up"][e].to(compute)
+        act = formulas.gated(product, activation).to(compute)
+        down = rows(act) @ w_down.T
+        if w["b_down"] is not None:
+            down += w["b_down"][e].to(compute)
+        if compute == torch.float32:
+            down = down.to(out_dtype)
+        out.index_add_(0, token, down.to(compute) * weights[token, slot, None].to(compute))
+    return out.to(out_dtype if compute == torch.float32 else compute)
+
+
+def check(got, x, w, weights, ids, activation):
+    """Twice torch's error and a rounding, with the quantisations counted as error and without."""
+    args = x, w, weights, ids, activation
+    same = plain(*args, torch.float32, got.dtype)
+    exact = plain(*args, torch.float64, got.dtype, rows=lambda x: x)
+    assert relative_error(got, exact) <= bound(same, exact)
+    quantised = plain(*args, torch.float64, got.dtype)
+    # an activation between two numbers of e4m3 may fall to either side
+    assert relative_error(got, quantised) <= bound(same, quantised) + 2e-4
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("num_tokens", [0, 1, 20])
+def test_layers_of_models(target, device, name, num_tokens, poison):
+    layer, dtype = SMALL[name], torch.bfloat16
+    x = layer.tokens(num_tokens, dtype, device)
+    w = fp8_weights(layer.weights(dtype, device))
+    poison(num_tokens * layer.top_k * 256, num_tokens * layer.top_k * 512)
+    got = FusedMoEFP8FwdOp(**layer.settings(), target=target)(**x, **w)
+    assert got.dtype == dtype
+    assert got.shape == x["hidden_states"].shape
+    settings = layer.routing_settings()
+    names = "top_k", "scoring_func", "renormalize", "num_expert_group", "topk_group"
+    routing = [settings[n] for n in names] + [layer.routed_scaling_factor, w["correction_bias"]]
+    weights, ids = formulas.route(x["gating_output"], *routing)
+    routes = weights.float().to(device), ids.to(device)
+    check(got, x["hidden_states"], w, *routes, layer.activation)
+
+
+def case(device, dtype=torch.bfloat16, T=13, E=6, biases=False):
+    x = torch.randn(T, H, device=device).to(dtype)
+    logits = torch.linspace(-2, 2, E)[torch.rand(T, E).argsort(-1)].to(device)
+    w = {
+        "w_gate_up": torch.randn(E, 2 * F, H, device=device) / H**0.5,
+        "w_down": 2 * torch.randn(E, H, F, device=device) / F**0.5,
+        "b_gate_up": torch.randn(E, 2 * F, device=device).to(dtype) if biases else None,
+        "b_down": torch.randn(E, H, device=device).to(dtype) if biases else None,
+        "correction_bias": None,
+    }
+    return x, logits, fp8_weights(w)
+
+
+@every_dtype
+@pytest.mark.parametrize("activation", ["silu_and_mul", "gelu_and_mul", "swigluoai"])
+@pytest.mark.parametrize("biases", [False, True])
+def test_settings(target, device, dtype, activation, biases):
+    x, logits, w = case(device, dtype, biases=biases)
+    op = FusedMoEFP8FwdOp(3, "softmax", True, 2.5, activation=activation, target=target)
+    got = op(x, logits, **w)
+    assert got.dtype == dtype
+    weights, ids = formulas.route(logits, 3, "softmax", True, scale=2.5)
+    check(got, x, w, weights.float().to(device), ids.to(device), activation)
+
+
+@pytest.mark.parametrize("E", [1, 6])
+def test_all_rows_on_one_expert(target, device, E):
+    x, logits, w = case(device, E=E)
+    logits[:, E // 2] = 100
+    got = FusedMoEFP8FwdOp(1, target=target)(x, logits, **w)
+    weights, ids = formulas.route(logits, 1, "softmax")
+    check(got, x, w, weights.float().to(device), ids.to(device), "silu_and_mul")
+
+
+def test_special_tokens_stay_in_their_rows(target, device):
+    x, logits, w = case(device)
+    op = FusedMoEFP8FwdOp(3, target=target)
+    want = op(x, logits, **w)
+    x = x.clone()
+    x[3, 5], x[4], x[5, :128], x[6] = math.nan, 0, 0, math.inf
+    got = op(x, logits, **w)
+    rest = [t for t in range(13) if t not in (3, 4, 5, 6)]
+    assert torch.equal(got[rest], want[rest])
+    assert got[3].isnan().all()
+    assert (got[4] == 0).all()
+    # infinities count as 448, and the scale of a block without a finite value is 1
+    x[6] = 448
+    assert torch.equal(got[6], op(x, logits, **w)[6])
+
+
+def test_views(target, device):
+    x, logits, w = case(device)
+    want = FusedMoEFP8FwdOp(3, target=target)(x, logits, **w)
+    wide = torch.zeros(26, H + 16, device=device, dtype=x.dtype)
+    wide[::2, 16:] = x
+    moved = {}
+    for name, tensor in w.items():
+        moved[name] = tensor
+        if tensor is not None and tensor.dtype == E4M3:
+            room = torch.zeros(*tensor.shape[:2], tensor.shape[2] + 16, device=device).to(E4M3)
+            moved[name] = room[..., 16:].copy_(tensor)
+        elif tensor is not None:
+            moved[name] = tensor.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    got = FusedMoEFP8FwdOp(3, target=target)(wide[::2, 16:], logits, **moved)
+    assert torch.equal(got, want)
+
+
+def shared_case(device, S=384):
+    names = "shared_w_gate_up", "shared_w_down"
+    shapes = (2 * S, H), (H, S)
+    found = {}
+    for name, shape in zip(names, shapes, strict=True):
+        w = torch.randn(shape, device=device) / shape[1] ** 0.5
+        found[name], found[f"{name}_scale"] = quantize_fp8_blockwise(w, target="reference")
+    return found
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 13])
+def test_the_shared_expert_is_an_expert_of_every_token(target, device, num_tokens):
+    x, logits, w = case(device, T=num_tokens)
+    shared = shared_case(device)
+    op = FusedMoEFP8FwdOp(3, routed_scaling_factor=2.5, target=target)
+    shared_output, routed_output = op(x, logits, **w, **shared)
+    assert torch.equal(routed_output, op(x, logits, **w))
+    alone = {name.removeprefix("shared_"): tensor[None] for name, tensor in shared.items()}
+    alone |= {"b_gate_up": None, "b_down": None}
+    once = torch.ones(num_tokens, 1, device=device)
+    check(shared_output, x, alone, once, torch.zeros_like(once).int(), "silu_and_mul")
+
+
+@pytest.mark.parametrize("movement", [PrepareAndFinalizeNoOp(), Doubled()])
+def test_moved_tokens(target, device, movement):
+    args = case(device, torch.float32, biases=True)
+    x, logits, w = args
+    want = FusedMoEFP8FwdOp(3, "sigmoid", True, 2.5, target=target)(x, logits, **w)
+    op = FusedMoEFP8FwdOp(3, "sigmoid", True, 2.5, prepare_finalize=movement, target=target)
+    torch.testing.assert_close(op(x, logits, **w), want, rtol=1e-5, atol=1e-5)
+
+
+class Quantised(FusedMoEPrepareAndFinalize):
+    """Sends FP8 tokens and their scales, as ranks do to save bandwidth."""
+
+    def prepare(self, hidden_states, topk_weights, topk_ids, num_experts):
+        q, scale = quantize_fp8_rowwise(hidden_states)
+        return PrepareResult(q, topk_weights, topk_ids, scale)
+
+    def finalize(self, output, expert_output, topk_weights, topk_ids, weighted_reduce):
+        assert expert_output.dtype == output.dtype
+        weighted_reduce.apply(output, expert_output, topk_weights, topk_ids)
+
+
+@every_dtype
+@pytest.mark.parametrize("num_tokens", [0, 13])
+def test_tokens_that_come_quantised(target, device, dtype, num_tokens):
+    if target == "cuda":
+        pytest.skip("scales are permuted in rows of 16 bytes: of H = 256 they have 8")
+    x, logits, w = case(device, dtype, T=num_tokens)
+    want = FusedMoEFP8FwdOp(3, target=target)(x, logits, **w)
+    op = FusedMoEFP8FwdOp(3, prepare_finalize=Quantised(), target=target)
+    assert torch.equal(op(x, logits, **w), want)
+
+
+def test_ranks_with_local_weights_add_up(target, device):
+    x, logits, w = case(device, torch.float32)
+    want = FusedMoEFP8FwdOp(3, target=target)(x, logits, **w)
+    total = torch.zeros_like(want)
+    for first in (0, 2, 4):
+        op = FusedMoEFP8FwdOp(3, prepare_finalize=Shard(first), target=target)
+        mine = {n: None if t is None else t[first : first + 2] for n, t in w.items()}
+        total += op(x, logits, **mine)
+    torch.testing.assert_close(total, want, rtol=1e-5, atol=1e-5)
+
+
+def test_messages():
+    x, logits, w = case("cpu")
+    op = FusedMoEFP8FwdOp(3)
+    wrong = [
+        (
+            r"w_gate_up must have F a multiple of 128.* got F = 64 in \(6, 128, 256\)",
+            {"w_gate_up": fp8(6, 128, H)},
+        ),
+        (
+            r"w_gate_up must have H a multiple of 128",
+            {"hidden_states": x[:, :72], "w_gate_up": fp8(6, 256, 72)},
+        ),
+        (
+            r"w_gate_up must be torch.float8_e4m3fn, got torch.bfloat16",
+            {"w_gate_up": w["w_gate_up"].bfloat16()},
+        ),
+        (
+            r"w_gate_up_scale must be \[E, 2F/128, H/128\] = \[6, 2, 2\], got \(6, 1, 2\)",
+            {"w_gate_up_scale": scales(6, 1, 2)},
+        ),
+        (
+            r"w_down must be \[E, H, F\] = \[6, 256, 128\], got \(6, 128, 256\)",
+            {"w_down": fp8(6, 128, 256)},
+        ),
+        (
+            r"w_down_scale must be \[E, H/128, F/128\] = \[6, 2, 1\], got \(6, 1, 2\)",
+            {"w_down_scale": scales(6, 1, 2)},
+        ),
+        (r"w_down_scale must be torch.float32", {"w_down_scale": w["w_down_scale"].bfloat16()}),
+        (r"b_down must be torch.bfloat16, got torch.float32", {"b_down": torch.zeros(6, H)}),
+        (r"hidden_states must be torch.float32 or", {"hidden_states": fp8(13, H)}),
+    ]
+    right = {"hidden_states": x, "gating_output": logits, **w}
+    for message, change in wrong:
+        with pytest.raises(ValueError, match=f"^FusedMoEFP8FwdOp: {message}"):
+            op(**{**right, **change})
+    shared = shared_case("cpu")
+    for name in shared:
+        with pytest.raises(ValueError, match=f"{name} must be given with the other tensors"):
+            op(**right, **{**shared, name: None})
+    with pytest.raises(ValueError, match="shared_w_gate_up must have S a multiple of 128"):
+        op(**right, **{**shared, "shared_w_gate_up": fp8(2 * 192, H)})
+    with pytest.raises(
+        ValueError, match=r"shared_w_down_scale must be \[H/128, S/128\] = \[2, 3\]"
+    ):
+        op(**right, **{**shared, "shared_w_down_scale": scales(3, 2)})
+    with pytest.raises(ValueError, match="experts must be None, got .* gets no scales"):
+        FusedMoEFP8FwdOp(3, experts=FusedMoEExpertsFwdOp())
+    with pytest.raises(ValueError, match="^FusedMoEFP8FwdOp: top_k must be at least 1"):
+        FusedMoEFP8FwdOp(0)
+
+
+def test_messages_about_prepared_tokens():
+    x, logits, w = case("cpu")
+
+    class Prepared(Quantised):
+        def __init__(self, hidden_states, scale):
+            self.tokens = hidden_states, scale
+
+        def prepare(self, hidden_states, topk_weights, topk_ids, num_experts):
+            return PrepareResult(self.tokens[0], topk_weights, topk_ids, self.tokens[1])
+
+    for tokens, message in (
+        ((x, scales(13, 2)), "hidden_states must be torch.float8_e4m3fn, got torch.bfloat16"),
+        ((fp8(13, H), None), "hidden_states must be torch.bfloat16, got torch.float8_e4m3fn"),
+        ((fp8(13, H), scales(13, 1)), r"scale must be \[T', H/128\] = \[13, 2\], got \(13, 1\)"),
+    ):
+        op = FusedMoEFP8FwdOp(3, prepare_finalize=Prepared(*tokens))
+        with pytest.raises(ValueError, match=f"^FusedMoEFP8FwdOp: prepared {message}"):
+            op(x, logits, **w)
