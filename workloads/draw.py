@@ -109,6 +109,10 @@ class Draw:
         )
         return rows.normal_(0, 0.5, generator=make)
 
+    def quantised(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return rows in FP8 and their scales."""
+        return moe.quantize_fp8_rowwise(x)
+
     def slab(self, width: int) -> torch.Tensor:
         """Expert rows as an even routing fills slabs with them, `[E, T * K / E, width]`."""
         layer = self.layer

@@ -104,7 +104,7 @@ def _grouped_gemm(draw: Draw) -> Iterator[Problem]:
     rows, ends, _ = draw.rows
     sizes = draw.chosen.numel(), draw.num_chosen_experts
     for (part, b), x in zip(_matrices(draw.fp8), (rows, draw.inner_rows), strict=True):
-        yield _gemm(part, TIGHT, moe.quantize_fp8_rowwise(x), b, ends, *sizes)
+        yield _gemm(part, TIGHT, draw.quantised(x), b, ends, *sizes)
     routes = draw.num_tokens * draw.layer.top_k
     if draw.routing != "uniform" or routes < FULL_SLAB * draw.layer.num_experts:
         return
@@ -114,7 +114,7 @@ def _grouped_gemm(draw: Draw) -> Iterator[Problem]:
         counts = torch.full((num_experts,), height, dtype=torch.int32, device=slab.device)
         layout = MaskedLayoutSpec(height)
         sizes = num_experts * height, num_experts
-        yield _gemm(f"{part} masked", layout, moe.quantize_fp8_rowwise(slab), b, counts, *sizes)
+        yield _gemm(f"{part} masked", layout, draw.quantised(slab), b, counts, *sizes)
 
 
 def _fused_moe(draw: Draw) -> Iterator[Problem]:

@@ -56,6 +56,12 @@ class Shapes(Draw):
         return self.fp8
 
     @override
+    def quantised(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = *x.shape[:-1], x.shape[-1] // 128
+        q = self._blank(*x.shape, dtype=torch.float8_e4m3fn)
+        return q, self._blank(*scales, dtype=torch.float32)
+
+    @override
     def slab(self, width: int) -> torch.Tensor:
         layer = self.layer
         height = -(-self.num_tokens * layer.top_k // layer.num_experts)
