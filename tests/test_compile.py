@@ -27,7 +27,7 @@ from tileops.moe import (
     quantize_fp8_rowwise,
 )
 
-E, K, H, F = 4, 2, 16, 24
+E, K, H, F = 4, 2, 128, 24  # H is a block of FP8
 LAYOUTS = [ContiguousLayoutSpec.tight_physical_psum(), ContiguousLayoutSpec.aligned_per_row(4)]
 LAYOUTS += [MaskedLayoutSpec(3)]
 
@@ -39,9 +39,9 @@ def weights(device):
 
 
 def fp8_weights(device):
-    """Weights of both GEMMs and their scales, for tokens that are eight times as wide."""
+    """w_gate_up, w_down and their scales, for an F of 128."""
     generator = torch.Generator(device).manual_seed(0)
-    shapes = (E, 2 * 128, 8 * H), (E, 8 * H, 128)
+    shapes = (E, 2 * 128, H), (E, H, 128)
     found = (torch.randn(shape, device=device, generator=generator) for shape in shapes)
     return [x for w in found for x in quantize_fp8_blockwise(w, target="reference")]
 
@@ -54,18 +54,15 @@ def fp8_programs(target, device):
     shared = {f"shared_{name}": x[0] for name, x in zip(names, w, strict=True)}
     topk = FusedTopKFwdOp(K, target=target)
 
-    def widened(x):
-        return x.repeat(1, 8)
-
     def quantized(x, g):
-        rows = quantize_fp8_rowwise(widened(x), power_of_two=True, target=target)
-        blocks = quantize_fp8_blockwise(widened(x).repeat(128, 1), target=target)
+        rows = quantize_fp8_rowwise(x, power_of_two=True, target=target)
+        blocks = quantize_fp8_blockwise(x[:, None].expand(-1, 128, -1), target=target)
         return tuple(y.view(torch.uint8) for y in (*rows, *blocks))
 
     found = {
         "quantize FP8": quantized,
-        "FusedMoEFP8": lambda x, g: layer(widened(x), g, *w),
-        "FusedMoEFP8, shared": lambda x, g: layer(widened(x), g, *w, **shared),
+        "FusedMoEFP8": lambda x, g: layer(x, g, *w),
+        "FusedMoEFP8, shared": lambda x, g: layer(x, g, *w, **shared),
     }
     for layout in LAYOUTS:
         pre = MoEPrePermuteFwdOp(layout, E, target=target)
@@ -74,7 +71,7 @@ def fp8_programs(target, device):
 
         def stages(x, g, pre=pre, post=post, gemm=gemm):
             scores, ids = topk(g)
-            rows, metadata, inverse = pre(widened(x), ids)
+            rows, metadata, inverse = pre(x, ids)
             q = quantize_fp8_rowwise(rows, target=target)
             out = torch.empty(*rows.shape[:-1], 2 * 128, dtype=torch.bfloat16, device=x.device)
             gemm(*q, *w[:2], metadata, out)
@@ -248,19 +245,19 @@ def operator_calls(target, device):
     scores = torch.rand(5, K, device=device)
     gemm = rows, wd.transpose(1, 2).contiguous(), ends, None, layout, None
     experts = x, wg, wd, scores, ids, None, None, 1.0, "silu_and_mul", target
-    wide, *w8 = x.repeat(1, 8), *fp8_weights(device)
-    q, q_scale = ops.quantize_fp8_rowwise_fwd(rows.repeat(1, 8), False, target)
+    w8 = fp8_weights(device)
+    q, q_scale = ops.quantize_fp8_rowwise_fwd(rows, False, target)
     gemm8 = q, q_scale, *w8[:2], ends, layout, target
     return {
-        "quantize_fp8_rowwise_fwd": (wide, True, target),
-        "quantize_fp8_blockwise_fwd": (wide.repeat(128, 1), False, target),
+        "quantize_fp8_rowwise_fwd": (x, True, target),
+        "quantize_fp8_blockwise_fwd": (wg.repeat(1, 16, 1), False, target),
         "moe_grouped_gemm_fp8_fwd": gemm8,
         "moe_grouped_gemm_fp8_fwd_out": (*gemm8, rows.new_empty(rows.shape[0], 2 * 128)),
-        "fused_moe_experts_fp8_fwd": (wide, None, *w8, scores, ids, None, None, 1.0)
+        "fused_moe_experts_fp8_fwd": (x, None, *w8, scores, ids, None, None, 1.0)
         + ("silu_and_mul", torch.bfloat16, target),
-        "fused_moe_fp8_fwd": (wide, g, *w8, None, None, None, K, "softmax", True, 1, 1, 1.0)
+        "fused_moe_fp8_fwd": (x, g, *w8, None, None, None, K, "softmax", True, 1, 1, 1.0)
         + ("silu_and_mul", target),
-        "shared_expert_mlp_fp8_fwd": (wide, *(w[0] for w in w8), target),
+        "shared_expert_mlp_fp8_fwd": (x, *(w[0] for w in w8), target),
         "fused_topk_fwd": (g, None, K, "softmax", True, 1, 1, 1.0, target),
         "moe_pre_permute_fwd": (x, ids, layout, E, target),
         "moe_post_permute_fwd": (rows, scores, inverse, layout, 1.0, torch.float32, target),

@@ -117,13 +117,21 @@ UNREADABLE = """
     from tileops.compilation import collecting
 
     warnings.filterwarnings("ignore", "The given buffer is not writable")
-    def reserve(*shape):
-        size = torch.Size(shape).numel()
-        memory = mmap.mmap(-1, 2 * size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
-        return torch.frombuffer(memory, dtype=torch.bfloat16).view(shape)
+    def reserve(*shape, dtype=torch.bfloat16):
+        size = torch.Size(shape).numel() * dtype.itemsize
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     E, H, F = test_compile.E, test_compile.H, test_compile.F
     test_compile.weights = lambda device: (reserve(E, 2 * F, H), reserve(E, H, F))
+    shapes = {(E, 256, H): (E, 2, H // 128), (E, H, 128): (E, H // 128, 1)}
+    test_compile.fp8_weights = lambda device: [
+        part
+        for shape, scales in shapes.items()
+        for part in (
+            reserve(*shape, dtype=torch.float8_e4m3fn), reserve(*scales, dtype=torch.float32)
+        )
+    ]
     for target, arch in (("cuda", "sm_90a"), ("cpu", {level!r})):
         for name, program in test_compile.programs(target, "cpu").items():
             with collecting(arch) as builds:
@@ -140,6 +148,7 @@ def test_collecting_reads_and_writes_no_tensor(tmp_path):
     told = finish(python(code, tmp_path, PYTHONPATH=path)).splitlines()
     assert "cuda FusedMoE" in told
     assert "cpu MoE, sparse mixer" in told
+    assert "cuda FusedMoEFP8, shared" in told
     assert compiled(tmp_path) == {}
 
 

@@ -13,17 +13,19 @@ from typer.testing import CliRunner
 
 from tileops.__main__ import app
 from tileops.cli.manifests import command_line
+from tileops.compilation import collecting
 from tileops.moe import (
     FusedMoEFwdOp,
     FusedTopKFwdOp,
     IndexedExpertMLPFwdOp,
     MoEPrePermuteFwdOp,
 )
-from tileops.workloads import bench, manifest, timing, verify
+from tileops.workloads import bench, manifest, report, timing, verify, warmup
 from tileops.workloads.accuracy import worst_row_error
 from tileops.workloads.draw import Draw, Weights
 from tileops.workloads.layer import Layer
 from tileops.workloads.problems import INDEX_OPS, PROBLEMS
+from tileops.workloads.problems_fp8 import PROBLEMS_FP8
 from tileops.workloads.report import Report
 
 SMALL = {
@@ -76,8 +78,9 @@ def test_the_manifests_hold_the_models_that_serve():
         assert model in names
     for case in cases:
         assert case.source.startswith("https://")
-        assert (min(case.tokens), max(case.tokens)) == (1, 8192)
-        assert set(case.routing) == set(ROUTINGS)
+        if case.ops is None:
+            assert (min(case.tokens), max(case.tokens)) == (1, 8192)
+            assert set(case.routing) == set(ROUTINGS)
     assert max(manifest.INDEX_TOKENS) == 65_536
 
 
@@ -235,11 +238,55 @@ def test_verify_command(small, tmp_path, target):
     assert result.exit_code == 0, result.output
     content = json.loads(file.read_text())
     ops = {row["op"].split()[0] for row in content["rows"]}
-    assert ops == set(PROBLEMS) - {"moe_fwd"}  # sigmoid routing is none of ONNX's
+    # sigmoid routing is none of ONNX's, and the widths are no multiples of 128
+    assert ops == set(PROBLEMS) - {"moe_fwd"} - set(PROBLEMS_FP8)
     assert {row["tokens"] for row in content["rows"]} == {1, 5, 7}
     assert {"command", "machine", "versions", "date"} <= set(content)
     for op in ops:
         assert op in result.stdout
+
+
+def test_verify_fp8(small, tmp_path, target):
+    file, layer = tmp_path / "out.json", {"hidden_size": 256, "ffn_size": 128}
+    ops = [arg for op in PROBLEMS_FP8 for arg in ("--op", op)]
+    path = small(layer=layer, tokens=[1, 32], index_tokens=[], routing=["uniform", "hot"])
+    result = run("verify", path, "--target", target, "--json", file, *ops)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(file.read_text())["rows"]
+    gemms = [f"moe_grouped_gemm_fp8_fwd {part}" for part in ("gate_up", "down")]
+    masked = {f"{gemm} masked" for gemm in gemms}
+    layers = set(PROBLEMS_FP8) - {"moe_grouped_gemm_fp8_fwd"}
+    assert {row["op"] for row in rows} == {*layers, *gemms, *masked}
+    assert {row["tokens"] for row in rows if row["op"] in masked} == {32}
+    assert all(row["skipped"] is None for row in rows)
+
+
+def test_fp8_slabs_have_the_sizes_that_are_measured():
+    found = set()
+    for case in manifest.load_all():
+        for tokens in case.tokens if "-fp8-" in case.name else ():
+            draw = warmup.Shapes(case.layer, tokens, torch.bfloat16, CPU)
+            with collecting("sm_90a"):
+                for problem in PROBLEMS_FP8["moe_grouped_gemm_fp8_fwd"](draw):
+                    a, b = problem.inputs["a"], problem.inputs["b"]
+                    assert a is not None
+                    assert b is not None
+                    if a.ndim == 3:
+                        found.add((*a.shape[:2], *b.shape[1:]))
+    gate_up, down = (4096, 7168), (7168, 2048)
+    assert found >= {(4, 256, *gate_up), (8, 128, *gate_up), (32, 16, *gate_up)}
+    assert found >= {(32, 128, *gate_up), (32, 128, *down), (8, 1024, *gate_up)}
+    assert (8, 2048, *gate_up) in found
+
+
+def test_fp8_has_a_floor_of_its_own():
+    call = ("op", "case", 1, "uniform", "bfloat16", "tileops")
+    row = report.Row(*call, flops=6e12, num_bytes=1e9)
+    rates = report.Rates(1e12, 1e12, 2e12)
+    assert row.floor(rates) == pytest.approx(6e6)
+    fp8 = dataclasses.replace(row, fp8=True)
+    assert fp8.floor(rates) == pytest.approx(3e6)
+    assert fp8.floor(report.Rates(1e12, 1e12)) == pytest.approx(6e6)
 
 
 @pytest.mark.parametrize("wrong", ["values", "ids", "nan"])
@@ -362,7 +409,12 @@ def test_unknown_names_are_refused_in_words(small, command, args, message):
 
 
 def test_all_manifests_at_their_real_sizes():
-    result = run("verify", "--target", "cpu", "--tokens", 1, "--routing", "uniform")
+    args = "verify", "--target", "cpu", "--tokens", 1, "--routing", "uniform"
+    ops = [arg for op in PROBLEMS if op not in PROBLEMS_FP8 for arg in ("--op", op)]
+    result = run(*args, *ops)
+    assert result.exit_code == 0, result.output
+    ops = [arg for op in PROBLEMS_FP8 for arg in ("--op", op)]
+    result = run(*args, *ops, "--case", "qwen3-30b-a3b", "--case", "deepseek-v3-tp8")
     assert result.exit_code == 0, result.output
 
 

@@ -102,7 +102,9 @@ def _begin(turn: Any) -> None:
 def _rates(target: str, dtype: torch.dtype) -> tuple[Rates, str]:
     device = device_of(target)
     with _turn:
-        rates = Rates(timing.dense_rate(device, dtype), timing.copy_rate(device))
+        rates = Rates(
+            timing.dense_rate(device, dtype), timing.copy_rate(device), timing.fp8_rate(device)
+        )
         return rates, machine(device)
 
 
@@ -132,7 +134,7 @@ def _op_rows(step, op, target, peers, graph, dtype, weights) -> Iterator[Row]:
         others = [problems(seed) for seed in range(2, 1 + _sets(first, device))]
         for sets in zip(first, *others, strict=True):
             one, compare = sets[0], comparison(sets[0])
-            row = replace(base, op=one.name, flops=one.flops, num_bytes=one.num_bytes)
+            row = replace(base, op=one.name, flops=one.flops, num_bytes=one.num_bytes, fp8=one.fp8)
             for by in (OURS, *peers):
                 here = replace(row, by=by.partition("=")[0])
                 yield _time(sets, by, target, device, graph, here, compare)

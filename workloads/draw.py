@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 
 from tileops import moe
+from tileops.workloads import fp8_layer
 from tileops.workloads.layer import Layer, Routing
 from tileops.workloads.sparse_mixer import sparse_mixer_fwd
 
@@ -56,6 +57,20 @@ class Draw:
         return weights.drawn(self.routes[1])
 
     @cached_property
+    def fp8(self) -> dict[str, torch.Tensor]:
+        """The matrices of these experts in FP8, and their scales."""
+        return self._fp8(self.routes[1])
+
+    @cached_property
+    def fp8_of_all(self) -> dict[str, torch.Tensor]:
+        """The same, with values for every expert that is here."""
+        return self._fp8(torch.arange(self.layer.local_experts))
+
+    def _fp8(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        weights = self._weights or Weights(self.layer, self.dtype, self.device)
+        return weights.fp8(ids)
+
+    @cached_property
     def routes(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Routing weights and expert ids, `[T, K]` each."""
         return self.route()
@@ -94,6 +109,18 @@ class Draw:
         )
         return rows.normal_(0, 0.5, generator=make)
 
+    def quantised(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return rows in FP8 and their scales."""
+        return moe.quantize_fp8_rowwise(x)
+
+    def slab(self, width: int) -> torch.Tensor:
+        """Expert rows as an even routing fills slabs with them, `[E, T * K / E, width]`."""
+        layer = self.layer
+        height = -(-self.num_tokens * layer.top_k // layer.num_experts)
+        make = torch.Generator(self.device).manual_seed(self.seed)
+        shape = layer.local_experts, height, width
+        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(generator=make)
+
     @property
     def output(self) -> torch.Tensor:
         """A new buffer for an op that writes one: no result of another op is in it."""
@@ -119,6 +146,8 @@ class Weights:
         self._layer, self._dtype, self._device = layer, dtype, device
         self._tensors: dict[str, torch.Tensor | None] = {}
         self._experts: set[int] = set()
+        self._fp8: dict[str, torch.Tensor] = {}
+        self._fp8_experts: set[int] = set()
 
     @property
     def num_drawn(self) -> int:
@@ -128,7 +157,19 @@ class Weights:
     def drawn(self, ids: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """Return the parameters, those of the experts in ``ids`` with values."""
         self._tensors = self._tensors or self._layer.empty_weights(self._dtype, self._device)
-        here = {e for e in ids.unique().tolist() if e < self._layer.local_experts}
+        here = self._here(ids)
         self._layer.draw_experts(self._tensors, sorted(here - self._experts))
         self._experts |= here
         return self._tensors
+
+    def fp8(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the matrices in FP8 and their scales, those of the experts in ``ids`` filled."""
+        weights, here = self.drawn(ids), self._here(ids)
+        self._fp8 = self._fp8 or fp8_layer.empty(self._layer, self._device)
+        for e in sorted(here - self._fp8_experts):
+            fp8_layer.fill(self._fp8, weights, e)
+        self._fp8_experts |= here
+        return self._fp8
+
+    def _here(self, ids: torch.Tensor) -> set[int]:
+        return {e for e in ids.unique().tolist() if e < self._layer.local_experts}

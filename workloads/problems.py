@@ -1,16 +1,13 @@
-"""Problems: one call of one op on the layer of a case, with what it must give and what it costs.
+"""The problems of every op: functions that make them for a `Draw` of inputs.
 
-`PROBLEMS` maps operators to functions that make them. Each makes, for a `Draw` of inputs, the call
-itself, its exact result in float64, what plain torch gives in the inputs' own dtype, and the fewest
-operations and bytes that the call needs.
+`PROBLEMS` maps operators to these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -19,84 +16,16 @@ from tileops.moe.op import Op
 from tileops.workloads.accuracy import computing_in
 from tileops.workloads.draw import TIGHT, Draw, Outputs
 from tileops.workloads.layer import eager_experts
+from tileops.workloads.problem import Problem
+from tileops.workloads.problem import from_reference as _from_reference
+from tileops.workloads.problem import size_of as _size
+from tileops.workloads.problems_fp8 import PROBLEMS_FP8
 
 BLOCK_SIZE = 64
 INDEXED_ROUTES_PER_EXPERT = 2
 """Up to so many ``indexed_expert_mlp_fwd`` is run: the fused op leaves it at 1 already."""
 MAX_EXPERTS_HALF = 64
 """Logits of even spacing stay distinct in bfloat16 up to so many experts."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One call of one op.
-
-    Attributes:
-        op: The operator.
-        part: Which of an operator's calls in the layer it is; empty where there is one.
-        cls: Class of the op in `tileops.moe`.
-        settings: Its constructor's arguments.
-        inputs: The call's arguments.
-        exact: Returns the result in float64.
-        same_dtype: Returns the result of plain torch in the inputs' dtype.
-        flops: Floating-point operations of the matrix products.
-        num_bytes: Each input that the result depends on read once, each output written once.
-        live: Picks from the outputs what is defined.
-        copies: Whether the outputs must be equal to the exact ones, being copies.
-    """
-
-    op: str
-    cls: type[Op]
-    settings: dict[str, Any]
-    inputs: dict[str, torch.Tensor | None]
-    exact: Callable[[], Outputs]
-    same_dtype: Callable[[], Outputs]
-    flops: float
-    num_bytes: float
-    part: str = ""
-    live: Callable[[Outputs], Outputs] = lambda outputs: outputs
-    copies: bool = False
-
-    @property
-    def name(self) -> str:
-        """The operator and the part."""
-        return f"{self.op} {self.part}".rstrip()
-
-    def prepared(self, target: str | None) -> Callable[[], Outputs]:
-        """Return a function that runs the op on a target."""
-        op = self.cls(**self.settings, target=target)
-        return lambda: as_tuple(op(**self.inputs))
-
-
-def as_tuple(result: Any) -> Outputs:
-    """Return an op's result, a tensor or several, as a tuple."""
-    return tuple(result) if isinstance(result, tuple | list) else (result,)
-
-
-def _size(*tensors: torch.Tensor | None) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
-
-
-def _from_reference(
-    problem: Callable[..., Problem], same: torch.dtype | None, **unrounded: Any
-) -> Problem:
-    """Make a problem whose results are the reference's, computed in float64 and in ``same``.
-
-    ``unrounded`` are settings with which an op does not round its result to the inputs' dtype.
-    """
-
-    def computed(dtype: torch.dtype | None, settings: dict[str, Any]) -> Outputs:
-        run = replace(made, settings=settings).prepared("reference")
-        if dtype is None:
-            return run()
-        with computing_in(dtype):
-            return run()
-
-    made = problem(
-        exact=lambda: computed(torch.float64, {**made.settings, **unrounded}),
-        same_dtype=lambda: computed(same, made.settings),
-    )
-    return made
 
 
 def _topk(draw: Draw) -> Iterator[Problem]:
@@ -333,5 +262,6 @@ PROBLEMS: dict[str, Callable[[Draw], Iterator[Problem]]] = {
     "fused_moe_fwd": _fused_moe,
     "moe_fwd": _onnx_moe,
     "shared_expert_mlp_fwd": _shared_expert,
+    **PROBLEMS_FP8,
 }
 INDEX_OPS = ("fused_topk_fwd", "moe_permute_align_fwd")

@@ -25,10 +25,12 @@ class Rates:
     Attributes:
         flops: FLOP/s of a dense matrix product.
         bytes: Bytes per second, read and written, of a copy.
+        fp8_flops: FLOP/s of one of FP8 operands; NaN where the machine has none.
     """
 
     flops: float
     bytes: float
+    fp8_flops: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Row(Call):
         num_bytes: Bytes that it must move.
         skipped: Why there is no time, or None.
         failed: Whether that is a fault of ours: a wrong result, or an error.
+        fp8: Whether the operations are on FP8 operands.
     """
 
     by: str
@@ -54,10 +57,13 @@ class Row(Call):
     num_bytes: float = 0.0
     skipped: str | None = None
     failed: bool = False
+    fp8: bool = False
 
     def floor(self, rates: Rates) -> float:
         """Return the least microseconds that the machine could take."""
-        return 1e6 * max(self.flops / rates.flops, self.num_bytes / rates.bytes)
+        fp8 = self.fp8 and not math.isnan(rates.fp8_flops)
+        flops = rates.fp8_flops if fp8 else rates.flops
+        return 1e6 * max(self.flops / flops, self.num_bytes / rates.bytes)
 
 
 @dataclass
@@ -79,7 +85,8 @@ class Report:
             Row(**{k: math.nan if v is None and k != "skipped" else v for k, v in row.items()})
             for row in content["rows"]
         ]
-        return cls(**{**content, "rates": Rates(**content["rates"]), "rows": rows})
+        rates = {k: math.nan if v is None else v for k, v in content["rates"].items()}
+        return cls(**{**content, "rates": Rates(**rates), "rows": rows})
 
 
 def machine(device: torch.device) -> str:

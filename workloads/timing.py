@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -88,6 +89,20 @@ def dense_rate(device: torch.device, dtype: torch.dtype) -> float:
     size = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in "ab")
     return 2e6 * size**3 / microseconds([lambda: a @ b], device, graph=False)[0]
+
+
+def fp8_rate(device: torch.device) -> float:
+    """Return the FLOP/s of a large product of FP8 matrices through torch, NaN without a GPU."""
+    if device.type != "cuda":
+        return math.nan
+    size = 8192
+    a, b = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in "ab")
+    one = torch.ones((), device=device)
+
+    def call() -> torch.Tensor:
+        return torch._scaled_mm(a, b.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+    return 2e6 * size**3 / microseconds([call], device, graph=False)[0]
 
 
 def copy_rate(device: torch.device) -> float:

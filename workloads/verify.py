@@ -16,7 +16,9 @@ from tileops.workloads.accuracy import bound, worst_row_error
 from tileops.workloads.draw import Draw, Outputs, Weights
 from tileops.workloads.layer import Routing
 from tileops.workloads.manifest import Case
-from tileops.workloads.problems import INDEX_OPS, PROBLEMS, Problem
+from tileops.workloads.problem import Problem
+from tileops.workloads.problems import INDEX_OPS, PROBLEMS
+from tileops.workloads.problems_fp8 import PROBLEMS_FP8
 
 NO_SUCH_OP = "the layer has no such op"
 
@@ -202,7 +204,8 @@ def too_large(
         chosen = step.tokens * layer.top_k + weights.num_drawn
         experts = layer.local_experts
         experts = experts if device.type == "cuda" else min(experts, chosen)
-        need += experts * 3 * layer.hidden_size * layer.ffn_size * size
+        per_weight = size + any(op in PROBLEMS_FP8 for op in ops)
+        need += experts * 3 * layer.hidden_size * layer.ffn_size * per_weight
         need += 3 * layer.hidden_size * (layer.shared_size or 0) * (size + 8)
         wide = 2 * layer.ffn_size + 3 * layer.hidden_size
         need += step.tokens * layer.top_k * wide * (size + 8)

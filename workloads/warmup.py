@@ -13,6 +13,7 @@ from tileops.compilation import Build, collecting
 from tileops.kernels.cpu import compiler
 from tileops.kernels.cuda.device import COMPILE_TARGET
 from tileops.targets import NoKernelError
+from tileops.workloads import fp8_layer
 from tileops.workloads.draw import Draw, Outputs
 from tileops.workloads.layer import uncommitted
 from tileops.workloads.problems import PROBLEMS
@@ -43,6 +44,28 @@ class Shapes(Draw):
     @override
     def weights(self) -> dict[str, torch.Tensor | None]:
         return self.layer.empty_weights(self.dtype, self.device)
+
+    @cached_property
+    @override
+    def fp8(self) -> dict[str, torch.Tensor]:
+        return fp8_layer.empty(self.layer, self.device)
+
+    @cached_property
+    @override
+    def fp8_of_all(self) -> dict[str, torch.Tensor]:
+        return self.fp8
+
+    @override
+    def quantised(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = *x.shape[:-1], x.shape[-1] // 128
+        q = self._blank(*x.shape, dtype=torch.float8_e4m3fn)
+        return q, self._blank(*scales, dtype=torch.float32)
+
+    @override
+    def slab(self, width: int) -> torch.Tensor:
+        layer = self.layer
+        height = -(-self.num_tokens * layer.top_k // layer.num_experts)
+        return self._blank(layer.local_experts, height, width)
 
     @cached_property
     @override

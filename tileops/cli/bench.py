@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -120,9 +121,11 @@ def _print_bench(report: Report, peers: Sequence[str]) -> None:
     from tileops.workloads.report import OURS
 
     rates = report.rates
+    fp8 = "" if math.isnan(rates.fp8_flops) else f" (FP8 {rates.fp8_flops / 1e12:.1f})"
     note(
         f"{report.machine}; {', '.join(f'{k} {v}' for k, v in report.versions.items())}; "
-        f"{report.date}\ndense {rates.flops / 1e12:.1f} TFLOP/s, copy {rates.bytes / 1e12:.3f} TB/s"
+        f"{report.date}\ndense {rates.flops / 1e12:.1f}{fp8} TFLOP/s, "
+        f"copy {rates.bytes / 1e12:.3f} TB/s"
     )
     table = Table("op", "case")
     for name in ("T", "routing", "us", "by", "TFLOP/s", "TB/s", "x floor"):

@@ -30,10 +30,8 @@ def run_grouped_gemm_fp8(
     """
     gate, up = gate_and_up(b, activation)
     gate_bias, up_bias = gate_and_up(bias, activation)
-    gate_scale, up_scale = b_scale, None
-    if activation is not None:
-        halves = b_scale, b_scale
-        gate_scale, up_scale = halves if activation == "swigluoai" else b_scale.chunk(2, dim=1)
+    interleaved = activation == "swigluoai"
+    gate_scale, up_scale = (b_scale,) * 2 if interleaved else gate_and_up(b_scale, activation)
     args = a, a_scale, gate, gate_scale, up, up_scale, metadata, gate_bias, up_bias, layout
     targets.run("moe_grouped_gemm_fp8_fwd", target, *args, ACTIVATIONS.get(activation), out=out)
 

@@ -24,14 +24,18 @@ import torch.multiprocessing  # makes tensors picklable by handle
 
 def measure(problems, check, graph, folder: str) -> tuple[float, str]:
     """Run the ops of the package in ``folder``; see ``peers.measure``."""
+    from tileops.layouts import MaskedLayoutSpec
     from tileops.workloads.peers import PeerError
-    from tileops.workloads.problems import as_tuple
+    from tileops.workloads.problem import as_tuple
 
     if not folder:
         raise PeerError("needs the folder of the package: --peers tileops-0.1=FOLDER")
     if not Path(folder, "tileops").is_dir():
         raise PeerError(f"not installed (no package tileops in {folder})")
     first = problems[0]
+    masked = isinstance(first.settings.get("layout"), MaskedLayoutSpec)
+    if not isinstance(first.cls, type) or (first.fp8 and not masked):
+        raise PeerError("has no such op")
     with torch.inference_mode():
         outputs = as_tuple(first.prepared(None)())
     for out in outputs:
