@@ -13,7 +13,12 @@ from tileops.kernels.cuda import (
     swiglu,
     topk,
 )
-from tileops.kernels.cuda.sm90 import fused_experts, grouped_gemm
+from tileops.kernels.cuda.sm90 import (
+    fused_experts,
+    fused_experts_fp8,
+    grouped_gemm,
+    grouped_gemm_fp8,
+)
 from tileops.targets import Kernel, Target
 
 
@@ -46,6 +51,12 @@ TARGET = Target(
             Kernel(fused_experts.fused_moe_experts_fwd, fused_experts.refuse)
         ],
         "moe_grouped_gemm_fwd": [Kernel(grouped_gemm.moe_grouped_gemm_fwd, grouped_gemm.refuse)],
+        "moe_grouped_gemm_fp8_fwd": [
+            Kernel(grouped_gemm_fp8.moe_grouped_gemm_fp8_fwd, grouped_gemm_fp8.refuse)
+        ],
+        "fused_moe_experts_fp8_fwd": [
+            Kernel(fused_experts_fp8.fused_moe_experts_fp8_fwd, fused_experts_fp8.refuse)
+        ],
     },
     detect=_detect,
 )

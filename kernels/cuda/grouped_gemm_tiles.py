@@ -101,6 +101,7 @@ def build(layout: str):
         num_experts: T.int32,
         num_rows: T.int32,
         block_m: T.int32,
+        even: T.int32,
         capacity: T.int32,
     ):
         with T.Kernel(1, threads=THREADS):
@@ -143,10 +144,11 @@ def build(layout: str):
                     # an end below an earlier one is an empty segment: no row is listed twice
                     scan(stop, first, warp_results, reached, lane, warp, True)
                 stop = T.max(first, stop)
-                # the tiles of an expert are as few as they can be, and as even
+                # the tiles of an expert are as few as they can be, and even or all full but one
                 total = T.truncdiv(stop - first + block_m - 1, block_m)
                 height = T.truncdiv(stop - first + total - 1, T.max(total, 1))
                 height = T.max(GRAIN, T.min((height + GRAIN - 1) & -GRAIN, block_m))
+                height = T.Select(even != 0, height, block_m)
                 total = T.truncdiv(stop - first + height - 1, height)
                 heights[thread] = height
                 scan(total, before, warp_results, 0, lane, warp, False)
@@ -183,7 +185,12 @@ def build(layout: str):
 
 
 def grouped_gemm_tiles(
-    metadata: torch.Tensor, layout: MGroupedLayoutSpec, rows: int, num_experts: int, block_m: int
+    metadata: torch.Tensor,
+    layout: MGroupedLayoutSpec,
+    rows: int,
+    num_experts: int,
+    block_m: int,
+    even: bool = True,
 ) -> torch.Tensor:
     """List the row tiles of a grouped GEMM.
 
@@ -196,6 +203,7 @@ def grouped_gemm_tiles(
         rows: Rows of the matrix, or of one expert's slab.
         num_experts: E.
         block_m: Most rows of a tile.
+        even: Whether the tiles of an expert are of one height, or as high as they can be.
 
     Returns:
         int32 ``[lines, 3]``: line 0 starts with the number of tiles, the next lines hold the
@@ -208,5 +216,5 @@ def grouped_gemm_tiles(
         capacity = (rows + min(num_experts, rows) * (block_m - 1)) // block_m
     ranges = num_experts if kind == "per_row" else 0
     tiles = metadata.new_empty((1 + capacity + ranges, FIELDS))
-    build(kind)(metadata, tiles, num_experts, rows, block_m, capacity)
+    build(kind)(metadata, tiles, num_experts, rows, block_m, int(even), capacity)
     return tiles

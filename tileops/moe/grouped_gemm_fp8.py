@@ -20,18 +20,25 @@ torch.library.define(
 )
 
 
+def gate_and_up_scales(
+    scales: torch.Tensor, activation: str | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """View the scales of ``[E, 2F, K]`` weights as those of gate rows and of up rows.
+
+    Of stacked halves each gets its half. Interleaved rows share blocks: both get all of them.
+    """
+    if activation == "swigluoai":
+        return scales, scales
+    return gate_and_up(scales, activation)  # type: ignore[return-value]
+
+
 def run_grouped_gemm_fp8(
     a, a_scale, b, b_scale, metadata, bias, layout, activation, target, out
 ) -> None:
-    """Run the target's kernel, which gets gate rows and up rows (or None) as two views.
-
-    Of stacked halves each gets its half of the scales. Interleaved rows share blocks: both get all
-    the scales.
-    """
+    """Run the target's kernel, which gets gate rows and up rows (or None) as two views."""
     gate, up = gate_and_up(b, activation)
     gate_bias, up_bias = gate_and_up(bias, activation)
-    interleaved = activation == "swigluoai"
-    gate_scale, up_scale = (b_scale,) * 2 if interleaved else gate_and_up(b_scale, activation)
+    gate_scale, up_scale = gate_and_up_scales(b_scale, activation)
     args = a, a_scale, gate, gate_scale, up, up_scale, metadata, gate_bias, up_bias, layout
     targets.run("moe_grouped_gemm_fp8_fwd", target, *args, ACTIVATIONS.get(activation), out=out)
 

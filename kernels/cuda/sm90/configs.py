@@ -38,3 +38,18 @@ def pick_gemm(rows: int, num_experts: int) -> GemmTile:
         if limit is None or rows <= limit * num_experts:
             return tile
     raise AssertionError("the last entry has no limit")
+
+
+# as above; a tile is lower, since a thread has the sums of one block besides
+_GEMM_FP8_TILES = (
+    (128, GemmTile(block_m=128, stages=4, streams=True)),
+    (None, GemmTile(block_m=128, stages=4, streams=False)),
+)
+
+
+def pick_gemm_fp8(rows: int, num_experts: int) -> GemmTile:
+    """Choose the tile of an FP8 grouped GEMM: as ``pick_gemm``."""
+    for limit, tile in _GEMM_FP8_TILES:
+        if limit is None or rows <= limit * num_experts:
+            return tile
+    raise AssertionError("the last entry has no limit")
