@@ -40,6 +40,7 @@ FAMILIES = {
     "deepseek_v3": {
         **GROUPED,
         "num_key_value_heads": 4,
+        "head_dim": 4,
         "q_lora_rank": 16,
         "kv_lora_rank": 16,
         "qk_rope_head_dim": 4,

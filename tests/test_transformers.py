@@ -8,7 +8,6 @@ import torch
 
 from tileops.integrations.transformers import convert_transposed_experts, register
 from tileops.moe import FusedMoEExpertsFwdOp
-from tileops.workloads.accuracy import bound, relative_error
 
 pytest.importorskip("transformers")
 moe = pytest.importorskip("transformers.integrations.moe")
@@ -69,7 +68,6 @@ def test_logits(kernels, device, family, model_dtype, assert_accurate):
     tokens = hf_models.prompts(device)
     logits = results(model, lambda: model(tokens).logits)
     assert_accurate(logits["tileops"], logits["float64"], logits["eager"])
-    assert not torch.equal(logits["tileops"], logits["float64"]) or kernels == "cpu"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -140,7 +138,7 @@ def test_routes_of_any_dtype(weights_dtype, ids_dtype):
     weights = weights.to(weights_dtype)
     got = experts(hidden, ids.to(ids_dtype), weights)
     want = type(experts).forward.__wrapped__(experts, hidden, ids, weights.float())
-    assert relative_error(got, want.double()) <= bound(want, want.double())
+    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("nowhere", [8, 9, -1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from tileops.moe import FusedMoEExpertsFwdOp
 from tileops.moe.grouped_gemm import ACTIVATIONS
 
+_Gates = tuple[Any, Any]
 _ELSE = "run this model on another implementation: model.set_experts_implementation('grouped_mm')"
 
 
@@ -41,7 +41,7 @@ def register(name: str = "tileops", *, target: str | None = None) -> None:
         ImportError: If Transformers is missing, or older than 5.
         ValueError: If another implementation has that name, or no target has `target`'s.
     """
-    interface, default_gate = _transformers()
+    interface, gates = _transformers()
     known = "eager" if name == "eager" else interface.ALL_EXPERTS_FUNCTIONS.get(name)
     if known is not None and getattr(known, "__module__", None) != __name__:
         raise ValueError(
@@ -61,7 +61,7 @@ def register(name: str = "tileops", *, target: str | None = None) -> None:
                 f"got training mode; call model.eval(), or {_ELSE}"
             )
         weights = _weights(name, module)
-        return ops[_activation(name, module, default_gate)](
+        return ops[_activation(name, module, gates)](
             hidden_states.new_empty(hidden_states.shape),
             hidden_states,
             *weights,
@@ -102,12 +102,13 @@ def convert_transposed_experts(model: torch.nn.Module) -> int:
     return count
 
 
-def _transformers() -> tuple[Any, FunctionType]:
-    """Return the module of the experts interface and its usual gate."""
+def _transformers() -> tuple[Any, _Gates]:
+    """Return the module of the experts interface, and the gates that the ops have."""
     try:
         from transformers.integrations import moe
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-        return moe, moe._default_apply_gate
+        return moe, (moe._default_apply_gate, GptOssExperts._apply_gate)
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"register: Transformers 5 must be installed: pip install 'transformers>=5' ({error})"
@@ -137,15 +138,16 @@ def _biases(module: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return module.gate_up_proj_bias, module.down_proj_bias
 
 
-def _activation(name: str, module: Any, default_gate: FunctionType) -> str:
+def _activation(name: str, module: Any, gates: _Gates) -> str:
     """Return the op's name of what the module computes between its two products."""
+    usual, gpt_oss = gates
     gate = type(module)._apply_gate
-    if gate is default_gate:
+    if gate is usual:
         activation = activation_of(module.act_fn)
         if activation is not None:
             return activation
         got = f"act_fn {_kind(module.act_fn)}"
-    elif gate.__qualname__ == "GptOssExperts._apply_gate":
+    elif gate is gpt_oss:
         if (module.alpha, module.limit) == (1.702, 7.0):
             return "swigluoai"
         got = f"alpha {module.alpha} and limit {module.limit}"
