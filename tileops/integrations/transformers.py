@@ -34,7 +34,7 @@ def register(name: str = "tileops", *, target: str | None = None) -> None:
 
     Args:
         name: What the implementation is called.
-        target: Name of the target that serves the ops, `BUILTIN` for the in-tree kernels, or None to
+        target: Name of the target that serves the op, `BUILTIN` for the in-tree kernels, or None to
             decide from the device.
 
     Raises:
@@ -57,8 +57,8 @@ def register(name: str = "tileops", *, target: str | None = None) -> None:
     ) -> torch.Tensor:
         if module.training:
             raise RuntimeError(
-                f"{name}: {_kind(module)} must be in evaluation mode, since the op is forward-only, "
-                f"got training mode; call model.eval(), or {_ELSE}"
+                f"{name}: {_kind(module)} must be in evaluation mode, since the op is "
+                f"forward-only, got training mode; call model.eval(), or {_ELSE}"
             )
         weights = _weights(name, module)
         return ops[_activation(name, module, gates)](
@@ -125,8 +125,8 @@ def _weights(name: str, module: Any) -> tuple[torch.Tensor, torch.Tensor]:
         w_gate_up, w_down = w_gate_up.transpose(1, 2), w_down.transpose(1, 2)
         if w_gate_up.stride(2) != 1 or w_down.stride(2) != 1:
             raise ValueError(
-                f"{name}: weights of {_kind(module)} must have contiguous rows when transposed, got "
-                f"gate_up_proj with strides {module.gate_up_proj.stride()}; reorder them once: "
+                f"{name}: weights of {_kind(module)} must have contiguous rows when transposed, "
+                f"got gate_up_proj with strides {module.gate_up_proj.stride()}; reorder them once: "
                 f"tileops.integrations.transformers.convert_transposed_experts(model)"
             )
     return w_gate_up, w_down
