@@ -144,7 +144,7 @@ def state(
     copied = [
         name
         for name, part in parts.items()
-        if len(part) > 1 or part[0].dtype != wanted[name].dtype or part[0].stride(-1) != 1
+        if len(part) != 1 or part[0].dtype != wanted[name].dtype or part[0].stride(-1) != 1
     ]
     if copied and not copy:
         raise ValueError(

@@ -62,6 +62,10 @@ class MoE(nn.Module):
         torch.Size([2, 5, 16])
     """
 
+    w_gate_up: nn.Parameter
+    w_down: nn.Parameter
+    b_gate_up: nn.Parameter | None
+    b_down: nn.Parameter | None
     correction_bias: torch.Tensor | None
     _op_class: Callable[..., Op] = FusedMoEFwdOp
     _shared = False
@@ -115,8 +119,8 @@ class MoE(nn.Module):
         self._add("w_down", (num_experts, hidden_size, ffn_size), options)
         self._add("b_gate_up", (num_experts, 2 * ffn_size) if expert_bias else None, options)
         self._add("b_down", (num_experts, hidden_size) if expert_bias else None, options)
-        zeros = torch.zeros(num_experts, device=device) if correction_bias else None
-        self.register_buffer("correction_bias", zeros)
+        zeros = torch.zeros(num_experts, device=device, dtype=torch.float32)
+        self.register_buffer("correction_bias", zeros if correction_bias else None)
         self.reset_parameters()
 
     def _add(self, name: str, shape: tuple[int, ...] | None, options: dict[str, Any]) -> None:

@@ -55,6 +55,8 @@ class MoESharedExpert(MoE):
         torch.Size([5, 16])
     """
 
+    shared_w_gate_up: nn.Parameter
+    shared_w_down: nn.Parameter
     _op_class = FusedMoESharedExpertFwdOp
     _shared = True
 
