@@ -6,12 +6,14 @@ import hf_models
 import pytest
 import torch
 
+from tileops.integrations import transformers as integration
 from tileops.integrations.transformers import convert_transposed_experts, register
 from tileops.moe import FusedMoEExpertsFwdOp
 
 pytest.importorskip("transformers")
 moe = pytest.importorskip("transformers.integrations.moe")
 FAMILIES = list(hf_models.FAMILIES)
+ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
 
 
 def float64_experts(module, hidden_states, top_k_index, top_k_weights):
@@ -62,11 +64,10 @@ def model_dtype(request, device):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits(kernels, device, family, model_dtype, assert_accurate):
     # in bfloat16 another rounding in the first layer may select other experts in the second
-    layers = 2 if model_dtype == torch.float32 else 1
-    types = {"layer_types": ["full_attention"]} if layers == 1 else {}
-    model = made(family, model_dtype, device, num_hidden_layers=layers, **types)
+    changes = {} if model_dtype == torch.float32 else ONE_LAYER
+    model = made(family, model_dtype, device, **changes)
     tokens = hf_models.prompts(device)
-    logits = results(model, lambda: model(tokens).logits)
+    logits = results(model, lambda: model(tokens, use_cache=False).logits)
     assert_accurate(logits["tileops"], logits["float64"], logits["eager"])
 
 
@@ -107,7 +108,7 @@ def test_the_op_runs_once_for_each_layer(kernels, device, family, monkeypatch):
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_compiled_model(kernels, device, family):
     torch._dynamo.reset()
-    model = made(family, torch.bfloat16, device)
+    model = made(family, torch.bfloat16, device, **ONE_LAYER)
     model.set_experts_implementation("tileops")
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     for length in (7, 9):
@@ -263,6 +264,18 @@ def test_two_dtypes_in_a_model_are_refused():
 def test_names_of_transformers_are_taken(name):
     with pytest.raises(ValueError, match="does not use itself"):
         register(name)
+
+
+@pytest.mark.parametrize("found", [None, "4.57.6", "5.7.1"])
+def test_transformers_that_cannot_do_it_is_named(found, monkeypatch):
+    def version(package):
+        if found is None:
+            raise integration.PackageNotFoundError(package)
+        return found
+
+    monkeypatch.setattr(integration, "version", version)
+    with pytest.raises(ImportError, match=rf"5\.8 or later, got {found or 'none'}"):
+        register()
 
 
 def test_register_takes_a_name_and_a_target():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from tileops.moe import FusedMoEExpertsFwdOp
 from tileops.moe.grouped_gemm import ACTIVATIONS
 
+_OLDEST = 5, 8  # the first whose models take implementations that were registered
 _Gates = tuple[Any, Any]
 _ELSE = "run this model on another implementation: model.set_experts_implementation('grouped_mm')"
 
@@ -38,7 +40,7 @@ def register(name: str = "tileops", *, target: str | None = None) -> None:
             decide from the device.
 
     Raises:
-        ImportError: If Transformers is missing, or older than 5.
+        ImportError: If Transformers is missing, or older than 5.8.
         ValueError: If another implementation has that name, or no target has `target`'s.
     """
     interface, gates = _transformers()
@@ -105,14 +107,18 @@ def convert_transposed_experts(model: torch.nn.Module) -> int:
 def _transformers() -> tuple[Any, _Gates]:
     """Return the module of the experts interface, and the gates that the ops have."""
     try:
-        from transformers.integrations import moe
-        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-
-        return moe, (moe._default_apply_gate, GptOssExperts._apply_gate)
-    except (ImportError, AttributeError) as error:
+        found = version("transformers")
+    except PackageNotFoundError:
+        found = "none"
+    if found == "none" or tuple(map(int, found.split(".")[:2])) < _OLDEST:
         raise ImportError(
-            f"register: Transformers 5 must be installed: pip install 'transformers>=5' ({error})"
-        ) from error
+            f"register: Transformers must be installed, 5.8 or later, got {found}; "
+            f"pip install 'transformers>=5.8'"
+        )
+    from transformers.integrations import moe
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    return moe, (moe._default_apply_gate, GptOssExperts._apply_gate)
 
 
 def _weights(name: str, module: Any) -> tuple[torch.Tensor, torch.Tensor]:
