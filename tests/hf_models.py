@@ -25,11 +25,12 @@ GROUPED = {
     "norm_topk_prob": True,
     "first_k_dense_replace": 0,
 }
+SHARED = {**QWEN, "shared_expert_intermediate_size": 20}
 FAMILIES = {
+    "qwen2_moe": SHARED,
     "qwen3_moe": QWEN,
     "qwen3_next": {
-        **QWEN,
-        "shared_expert_intermediate_size": 20,
+        **SHARED,
         "layer_types": ["linear_attention", "full_attention"],
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 2,

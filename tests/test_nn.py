@@ -13,7 +13,7 @@ from tileops.moe import FusedMoEFwdOp
 from tileops.nn import MoE, MoESharedExpert
 
 H, F, E, K, S = 32, 24, 8, 3, 20
-SHARED = ("deepseek_v3", "glm4_moe", "qwen3_next")
+SHARED = ("deepseek_v3", "glm4_moe", "qwen2_moe", "qwen3_next")
 
 
 def kind_of(family):

@@ -1,6 +1,7 @@
 """Models of Transformers whose experts run on FusedMoEExpertsFwdOp."""
 
 import copy
+import types
 
 import hf_models
 import pytest
@@ -155,6 +156,34 @@ def test_routes_to_experts_of_other_ranks_add_nothing(nowhere):
     assert got[4].eq(0).all()
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_new_model_of_the_interface(is_transposed, has_bias):
+    class Experts(torch.nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.num_experts, self.act_fn = 8, torch.nn.GELU()
+            w_gate_up, w_down = torch.randn(8, 48, 32) / 32**0.5, torch.randn(8, 32, 24) / 24**0.5
+            if is_transposed:
+                w_gate_up, w_down = (w.transpose(1, 2).contiguous() for w in (w_gate_up, w_down))
+            self.gate_up_proj = torch.nn.Parameter(w_gate_up)
+            self.down_proj = torch.nn.Parameter(w_down)
+            self.gate_up_proj_bias = torch.nn.Parameter(torch.randn(8, 48))
+            self.down_proj_bias = torch.nn.Parameter(torch.randn(8, 32))
+
+        def forward(self, *args):
+            raise AssertionError("no implementation was chosen")
+
+    moe.use_experts_implementation(Experts, is_transposed=is_transposed, has_bias=has_bias)
+    experts = Experts(types.SimpleNamespace(_experts_implementation="batched_mm")).eval()
+    ids = torch.rand(5, 8).topk(3).indices
+    args = torch.randn(5, 32), ids, torch.rand(5, 3)
+    want = experts(*args)
+    experts.config._experts_implementation = "tileops"
+    assert convert_transposed_experts(experts) == (2 if is_transposed else 0)
+    torch.testing.assert_close(experts(*args), want)
+
+
 def test_no_tokens():
     experts, hidden, ids, weights = routes(made("mixtral"), num_tokens=0)
     assert experts(hidden, ids, weights).shape == (0, hf_models.SHAPE["hidden_size"])
@@ -204,6 +233,25 @@ def test_conversion_leaves_other_models_alone():
     pointers = [weight.data_ptr() for weight in model.parameters()]
     assert convert_transposed_experts(model) == 0
     assert pointers == [weight.data_ptr() for weight in model.parameters()]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_capture_in_a_graph_and_never_wait(family):
+    experts, *args = routes(made(family, torch.bfloat16), dtype=torch.bfloat16)
+    experts.to("cuda")
+    args = [x.to("cuda") for x in args]
+    want = experts(*args)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        experts(*args)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = experts(*args)
+    graph.replay()
+    assert torch.equal(captured, want)
 
 
 def refused(model, message, error=ValueError):
