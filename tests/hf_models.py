@@ -25,7 +25,7 @@ GROUPED = {
     "norm_topk_prob": True,
     "first_k_dense_replace": 0,
 }
-SHARED = {**QWEN, "shared_expert_intermediate_size": 20}
+SHARED = {**QWEN, "shared_expert_intermediate_size": 40}
 FAMILIES = {
     "qwen2_moe": SHARED,
     "qwen3_moe": QWEN,

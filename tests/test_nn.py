@@ -12,7 +12,7 @@ from tileops.integrations.transformers import convert_transposed_experts
 from tileops.moe import FusedMoEFwdOp
 from tileops.nn import MoE, MoESharedExpert
 
-H, F, E, K, S = 32, 24, 8, 3, 20
+H, F, E, K, S = 32, 24, 8, 3, 40
 SHARED = ("deepseek_v3", "glm4_moe", "qwen2_moe", "qwen3_next")
 
 
@@ -269,7 +269,7 @@ def test_repr():
     assert text.startswith("MoE(\n  hidden_size=32, ffn_size=24, num_experts=8, op=FusedMoEFwdOp(")
     assert "top_k=3" in text
     assert "(router): Linear(in_features=32, out_features=8, bias=True)" in text
-    assert "shared_size=20, hidden_size=32" in repr(grouped())
+    assert "shared_size=40, hidden_size=32" in repr(grouped())
 
 
 @pytest.mark.parametrize("make", MAKERS)

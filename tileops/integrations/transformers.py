@@ -47,7 +47,7 @@ def register(name: str = "tileops", *, target: str | None = None) -> None:
     known = "eager" if name == "eager" else interface.ALL_EXPERTS_FUNCTIONS.get(name)
     if known is not None and getattr(known, "__module__", None) != __name__:
         raise ValueError(
-            f"register: name must be one that Transformers does not use itself, got {name!r}"
+            f"register: name must be one that no other implementation has, got {name!r}"
         )
     ops = {a: FusedMoEExpertsFwdOp(activation=a, target=target) for a in ACTIVATIONS}
 
@@ -81,8 +81,8 @@ def convert_transposed_experts(model: torch.nn.Module) -> int:
     gpt-oss stores `[E, H, 2F]` and `[E, F, H]`, of which the ops could only read columns. Each such
     weight is copied so that its transpose has contiguous rows, and keeps its shape, its values and
     its name: state dicts and the other implementations work as before. For the time of a copy the
-    memory holds one weight twice. Call it after the model is loaded, and after
-    changes of its dtype; moving it to a device keeps the order.
+    memory holds one weight twice. Call it after the model is loaded; moving or casting the model
+    keeps the order, loading it again does not.
 
     Args:
         model: Any module. Nothing happens to weights that are stored as the ops read them.
