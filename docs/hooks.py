@@ -14,8 +14,9 @@ INDEX = """\
 # API
 
 Construct an op once with its settings, then call it with tensors. Every name on this page is
-imported from `tileops.moe`; the functions that choose a target are in
-[`tileops.targets`](targets.md).
+imported from `tileops.moe`; layers as modules are in [`tileops.nn`](modules.md), the functions that
+choose a target in [`tileops.targets`](targets.md), and what Transformers needs in
+[`tileops.integrations.transformers`](transformers.md).
 
 | name | what it does |
 | --- | --- |
@@ -42,7 +43,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             content = f"# {heading}\n\n" + "\n".join(f"::: tileops.moe.{name}\n" for name in names)
         _add(files, config, page, content)
         api.append({heading: f"api/{page}.md"})
-    api.append({"Targets": "api/targets.md"})
+    for heading in ("Modules", "Transformers", "Targets"):
+        api.append({heading: f"api/{heading.lower()}.md"})
     return files
 
 

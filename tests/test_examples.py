@@ -10,11 +10,14 @@ import tilelang
 import torch
 
 import tileops.moe
+import tileops.nn
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+MODULES = tileops.nn.__all__
 NAMES = {name: getattr(tileops.moe, name) for name in tileops.moe.__all__}
+NAMES |= {name: getattr(tileops.nn, name) for name in MODULES}
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +31,8 @@ def quiet_compiler():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_page(page):
     text, namespace = page.read_text(), {}
+    if "from transformers import" in text:
+        pytest.importorskip("transformers")
     for block in BLOCK.finditer(text):
         line = text.count("\n", 0, block.start(2))
         if block[1] == "python":
@@ -45,7 +50,7 @@ def test_docstring(name):
         run_doctest(inspect.getdoc(item) or "", {"torch": torch, **NAMES}, name, 0)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("FwdOp")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("FwdOp")] + MODULES)
 def test_every_op_has_an_example(name):
     assert ">>> " in NAMES[name].__doc__
 

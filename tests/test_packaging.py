@@ -50,8 +50,11 @@ def test_every_folder_with_code_is_a_package():
     assert missing == []
 
 
-def test_importing_the_package_leaves_tilelang_alone():
-    code = "import sys, tileops, tileops.moe; print([m for m in sys.modules if 'tilelang' in m])"
+def test_importing_the_package_leaves_tilelang_and_transformers_alone():
+    code = """
+import sys, tileops.moe, tileops.nn, tileops.integrations.transformers
+print([m for m in sys.modules if m.startswith(("tilelang", "transformers"))])
+"""
     assert run(sys.executable, "-c", code, cwd=ROOT).stdout.strip() == "[]"
 
 
