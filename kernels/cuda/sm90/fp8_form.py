@@ -1,0 +1,108 @@
+"""What is compiled into an FP8 grouped GEMM on Hopper, and the sizes that follow from it."""
+
+from dataclasses import dataclass
+
+from tileops.kernels.cuda.activations import GATED
+
+WARP, WARPGROUP = 32, 128
+MATH_GROUPS = 2
+MATH_THREADS = MATH_GROUPS * WARPGROUP
+HALF = 64
+"""Rows of the tall operand of one tensor core instruction; columns of a span of results."""
+WEIGHTS = MATH_GROUPS * 2 * HALF
+"""Rows of weights of a tile: each math warpgroup has 128 of them, gate rows and then their up rows
+if there are any."""
+STEP = 16
+"""Rows that are loaded, and whose results are turned, at a time; a warp's rows of a high tile."""
+CHUNK = 2 * STEP
+"""Rows of results of a low tile that are staged at a time."""
+LOW, HIGH = 64, 128
+"""Most rows of a low tile and of a high one."""
+DEPTH = 128
+"""Columns of a block, which share a scale: the bytes of one swizzled row of shared memory."""
+VECTOR = 16
+"""FP8 numbers of the 16 bytes that a thread moves at a time."""
+LINE = DEPTH // VECTOR
+"""Vectors in such a row: what descriptors of shared memory count in."""
+SCALES = HIGH + 2 * MATH_GROUPS
+"""Scales of a stage: of the rows, of each warpgroup's gate rows, of its up rows."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """The compiled-in choices.
+
+    Attributes:
+        out_dtype: Type of the results; ``"uint8"`` for FP8 rows with scales.
+        has_bias: Whether there is any bias.
+        activation: ``"none"`` or the name of an activation.
+        role: As in `multiply_tiles`.
+        stages: Loads in flight.
+    """
+
+    out_dtype: str
+    has_bias: bool
+    activation: str
+    role: str
+    stages: int
+
+    def __post_init__(self) -> None:
+        if self.quantizes and self.parts == 1:
+            raise ValueError(f"FP8 rows come from a gated activation, got {self.activation}")
+
+    @property
+    def parts(self) -> int:
+        """Matrices that are multiplied: gate and up, or one."""
+        return 2 if self.activation in GATED else 1
+
+    @property
+    def columns(self) -> int:
+        """Columns of a tile's results."""
+        return WEIGHTS // self.parts
+
+    @property
+    def own(self) -> int:
+        """Those of one warpgroup."""
+        return self.columns // MATH_GROUPS
+
+    @property
+    def gathers(self) -> bool:
+        """Whether rows are loaded from where ``sources`` says."""
+        return self.role == "first"
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether results are rounded to FP8."""
+        return self.out_dtype == "uint8"
+
+    @property
+    def staged(self) -> bool:
+        """Whether results go through shared memory, in order to be stored as whole lines."""
+        return self.out_dtype != "float32"
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes of a staged result."""
+        return 1 if self.quantizes else 2
+
+    @property
+    def packed(self) -> int:
+        """Staged results in 16 bytes."""
+        return 16 // self.out_bytes
+
+    # Lines are one vector longer than their data, so that neighbours meet other banks.
+
+    @property
+    def low_line(self) -> int:
+        """From one staged row of a low tile to the next: all columns of a warpgroup."""
+        return self.own + self.packed
+
+    @property
+    def high_line(self) -> int:
+        """From one staged row of a high tile to the next: a span of columns."""
+        return HALF + self.packed
+
+    @property
+    def staged_size(self) -> int:
+        """Results that a warpgroup stages at a time."""
+        return max(CHUNK * self.low_line, WARPGROUP // WARP * STEP * self.high_line)
