@@ -11,8 +11,6 @@ and store. TMA fills with zeros what lies past the end of a dimension, so widths
 multiples of a block.
 """
 
-from dataclasses import astuple
-
 import tilelang
 import tilelang.language as T
 import torch
@@ -490,6 +488,8 @@ def build(
 
 def _view(x: torch.Tensor) -> torch.Tensor:
     """Return ``x``; a dimension of size 1 gets a stride that a TMA descriptor takes."""
+    if 1 not in x.shape:
+        return x
     steps = [8 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True)]
     return x.as_strided(x.shape, (*steps[:-1], x.stride(-1)))
 
@@ -545,7 +545,9 @@ def multiply_tiles(
         activation.name,
         some_bias is not None,
         role,
-        *astuple(tile),
+        tile.block_m,
+        tile.stages,
+        tile.streams,
     )
     kernel(
         a,
