@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from tileops.workloads.layer import Layer
+from tileops.workloads.peers import PeerError, measure
 from tileops.workloads.problems import PROBLEMS, Draw
+from tileops.workloads.problems_fp8 import PROBLEMS_FP8
 
 ALIGNMENT = 4
 
@@ -304,3 +306,15 @@ def test_absent(monkeypatch, library):
     problem = gemm_problem() if library is deep_gemm else experts_problem()
     with pytest.raises(ImportError):
         prepare(library, problem)
+
+
+def test_tileops_0_1_has_the_fp8_gemm_on_slabs_only(tmp_path):
+    (tmp_path / "tileops").mkdir()
+    layer = Layer("small", 8, 2, 128, 128)
+    draw = Draw(layer, 32, torch.bfloat16, torch.device("cpu"))
+    found = [p for op in PROBLEMS_FP8.values() for p in op(draw)]
+    assert len(found) == 7
+    for problem in found:
+        if not problem.part.endswith("masked"):
+            with pytest.raises(PeerError, match="has no such op"):
+                measure(f"tileops-0.1={tmp_path}", [problem], lambda outputs: None, None)
