@@ -8,6 +8,7 @@ float32 in float64.
 from tileops.targets import Kernel, Target
 from tileops.workloads import (
     grouped_gemm,
+    grouped_gemm_int,
     permute,
     permute_align,
     router,
@@ -23,6 +24,7 @@ TARGET = Target(
         "moe_pre_permute_fwd": [Kernel(permute.moe_pre_permute_fwd)],
         "moe_post_permute_fwd": [Kernel(permute.moe_post_permute_fwd)],
         "moe_grouped_gemm_fwd": [Kernel(grouped_gemm.moe_grouped_gemm_fwd)],
+        "moe_grouped_gemm_int_fwd": [Kernel(grouped_gemm_int.moe_grouped_gemm_int_fwd)],
         "moe_permute_align_fwd": [Kernel(permute_align.moe_permute_align_fwd)],
         "moe_router_fwd": [Kernel(router.moe_router_fwd)],
         "sparse_mixer_fwd": [Kernel(sparse_mixer.sparse_mixer_fwd)],

@@ -2,6 +2,7 @@
 
 from tileops.kernels.cpu import (
     grouped_gemm,
+    grouped_gemm_int,
     permute,
     permute_align,
     router,
@@ -23,6 +24,9 @@ TARGET = Target(
             Kernel(permute_align.moe_permute_align_fwd, permute_align.refuse)
         ],
         "moe_grouped_gemm_fwd": [Kernel(grouped_gemm.moe_grouped_gemm_fwd, grouped_gemm.refuse)],
+        "moe_grouped_gemm_int_fwd": [
+            Kernel(grouped_gemm_int.moe_grouped_gemm_int_fwd, grouped_gemm_int.refuse)
+        ],
         "swiglu_fwd": [Kernel(swiglu.swiglu_fwd, swiglu.refuse)],
     },
     detect=lambda device: device.type == "cpu",

@@ -21,6 +21,7 @@ from tileops.moe.modular import (
 from tileops.moe.onnx_moe import MoEFwdOp
 from tileops.moe.permute import MoEPostPermuteFwdOp, MoEPrePermuteFwdOp
 from tileops.moe.permute_align import MoEPermuteAlignFwdOp
+from tileops.moe.qmoe import QMoEFwdOp
 from tileops.moe.router import MoERouterFwdOp
 from tileops.moe.shared_expert import FusedMoESharedExpertFwdOp, SharedExpertMLPFwdOp
 from tileops.moe.swiglu import SwiGLUFwdOp
@@ -45,6 +46,7 @@ __all__ = [
     "MoEPrePermuteFwdOp",
     "MoERouterFwdOp",
     "PrepareResult",
+    "QMoEFwdOp",
     "RoutingEpilogueSpec",
     "SharedExpertMLPFwdOp",
     "SwiGLUFwdOp",
