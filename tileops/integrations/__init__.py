@@ -1,0 +1,1 @@
+"""Ways into TileOps from other libraries, each of which is imported when its module is used."""
