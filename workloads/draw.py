@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 
 from tileops import moe
+from tileops.workloads import quantized_layer
 from tileops.workloads.layer import Layer, Routing
 from tileops.workloads.sparse_mixer import sparse_mixer_fwd
 
@@ -54,6 +55,12 @@ class Draw:
         """The layer's parameters, with values for the experts that the tokens choose."""
         weights = self._weights or Weights(self.layer, self.dtype, self.device)
         return weights.drawn(self.routes[1])
+
+    @cached_property
+    def quantized(self) -> dict[str, torch.Tensor]:
+        """The same experts with packed weights."""
+        weights = self._weights or Weights(self.layer, self.dtype, self.device)
+        return weights.quantized(self.routes[1])
 
     @cached_property
     def routes(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,6 +126,8 @@ class Weights:
         self._layer, self._dtype, self._device = layer, dtype, device
         self._tensors: dict[str, torch.Tensor | None] = {}
         self._experts: set[int] = set()
+        self._packed: dict[str, torch.Tensor] = {}
+        self._packed_experts: set[int] = set()
 
     @property
     def num_drawn(self) -> int:
@@ -128,7 +137,20 @@ class Weights:
     def drawn(self, ids: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """Return the parameters, those of the experts in ``ids`` with values."""
         self._tensors = self._tensors or self._layer.empty_weights(self._dtype, self._device)
-        here = {e for e in ids.unique().tolist() if e < self._layer.local_experts}
+        here = self._here(ids)
         self._layer.draw_experts(self._tensors, sorted(here - self._experts))
         self._experts |= here
         return self._tensors
+
+    def quantized(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return packed weights and scales, those of the experts in ``ids`` with values."""
+        weights, here = self.drawn(ids), self._here(ids)
+        if not self._packed:
+            self._packed = quantized_layer.empty(self._layer, self._dtype, self._device)
+        for e in sorted(here - self._packed_experts):
+            quantized_layer.fill(self._packed, weights, e)
+        self._packed_experts |= here
+        return self._packed
+
+    def _here(self, ids: torch.Tensor) -> set[int]:
+        return {e for e in ids.unique().tolist() if e < self._layer.local_experts}

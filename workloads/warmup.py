@@ -13,6 +13,7 @@ from tileops.compilation import Build, collecting
 from tileops.kernels.cpu import compiler
 from tileops.kernels.cuda.device import COMPILE_TARGET
 from tileops.targets import NoKernelError
+from tileops.workloads import quantized_layer
 from tileops.workloads.draw import Draw, Outputs
 from tileops.workloads.layer import uncommitted
 from tileops.workloads.problems import PROBLEMS
@@ -43,6 +44,11 @@ class Shapes(Draw):
     @override
     def weights(self) -> dict[str, torch.Tensor | None]:
         return self.layer.empty_weights(self.dtype, self.device)
+
+    @cached_property
+    @override
+    def quantized(self) -> dict[str, torch.Tensor]:
+        return quantized_layer.empty(self.layer, self.dtype, self.device)
 
     @cached_property
     @override

@@ -40,10 +40,6 @@ def _only(*served: object) -> Callable[[object], None]:
     return check
 
 
-def _as_they_are(value: Any) -> Any:
-    return value
-
-
 def _dtype(value: int) -> torch.dtype:
     from onnx import TensorProto
 
@@ -73,7 +69,7 @@ class _Node:
 
     name: str
     domain: str
-    cls: type[Op]
+    cls: Callable[..., Op]
     inputs: tuple[str | None, ...]
     settings: dict[str, tuple[str, Callable[[Any], Any]]]
     checked: dict[str, Callable[[Any], None]] = field(default_factory=dict)
@@ -105,11 +101,11 @@ class _Node:
 
     def arguments(
         self, inputs: tuple[np.ndarray | None, ...], device: torch.device
-    ) -> dict[str, torch.Tensor]:
-        """Return the op's arguments by their names."""
+    ) -> dict[str, torch.Tensor | None]:
+        """Return the op's arguments by their names, None for what is left out."""
         if len(inputs) > len(self.inputs):
             raise ValueError(f"{self.title}: takes {len(self.inputs)} inputs, got {len(inputs)}")
-        found = {}
+        found: dict[str, torch.Tensor | None] = {name: None for name in self.inputs if name}
         for number, (name, value) in enumerate(zip(self.inputs, inputs, strict=False)):
             if value is None:
                 continue
@@ -119,15 +115,16 @@ class _Node:
         return found
 
 
-def _same(*names: str) -> dict[str, tuple[str, Callable[[Any], Any]]]:
-    return {name: (name, _as_they_are) for name in names}
+def _read(read: Callable[[Any], Any], *names: str) -> dict[str, tuple[str, Callable[[Any], Any]]]:
+    """Return the settings that are attributes of the same name."""
+    return {name: (name, read) for name in names}
 
 
 _MOE_SETTINGS = {
-    **_same("k", "activation_type", "swiglu_fusion", "swiglu_limit"),
-    **_same("activation_alpha", "activation_beta"),
-    "normalize_routing_weights": ("normalize_routing_weights", _flag),
-    "use_sparse_mixer": ("use_sparse_mixer", _flag),
+    **_read(int, "k", "swiglu_fusion"),
+    **_read(str, "activation_type"),
+    **_read(float, "swiglu_limit", "activation_alpha", "activation_beta"),
+    **_read(_flag, "normalize_routing_weights", "use_sparse_mixer"),
 }
 _FC3 = (None, None, None)
 _NODES = (
@@ -149,7 +146,7 @@ _NODES = (
         + ("fc2_experts_weights", "fc2_scales", "fc2_experts_bias", *_FC3)
         + ("fc1_zero_points", "fc2_zero_points", None, "router_weights")
         + (None,) * 6,
-        _MOE_SETTINGS | _same("expert_weight_bits", "block_size"),
+        _MOE_SETTINGS | _read(int, "expert_weight_bits", "block_size"),
         {
             "swiglu_limit_after_activation": _only(0),
             "quant_type": _only("int"),
@@ -164,7 +161,7 @@ _NODES = (
         MICROSOFT,
         moe.SwiGLUFwdOp,
         ("gate", "up"),
-        _same("limit", "activation_alpha", "activation_beta"),
+        _read(float, "limit", "activation_alpha", "activation_beta"),
         {"round_activation": _only(0)},
     ),
     _Node(
@@ -172,9 +169,10 @@ _NODES = (
         MICROSOFT,
         moe.MoERouterFwdOp,
         ("scores", "bias", "expert_ids"),
-        _same("local_expert_count", "topk", "local_expert_start")
-        | _same("scoring", "selection", "route_scale")
-        | {"dtype": ("dtype", _dtype)},
+        _read(int, "local_expert_count", "topk", "local_expert_start")
+        | _read(str, "scoring", "selection")
+        | _read(float, "route_scale")
+        | _read(_dtype, "dtype"),
         required=("local_expert_count",),
     ),
     _Node(
@@ -182,7 +180,7 @@ _NODES = (
         "",
         moe.SwiGLUFwdOp,
         ("gate", "up"),
-        {"alpha": ("activation_alpha", _as_they_are)},
+        {"alpha": ("activation_alpha", float)},
     ),
 )
 
@@ -194,9 +192,8 @@ def to_torch(array: np.ndarray, device: torch.device) -> torch.Tensor:
     array = np.asarray(array, order="C")
     name = array.dtype.name
     if name != "bfloat16" and name not in _TORCH_NAMES:
-        raise ValueError(
-            f"tileops: an input must be one of {sorted(_TORCH_NAMES)} or bfloat16, got {name}"
-        )
+        names = [*sorted(_TORCH_NAMES), "bfloat16"]
+        raise ValueError(f"an array must be of one of {names}, got {name}")
     with warnings.catch_warnings():
         # of arrays that are read-only: ops do not write their inputs
         warnings.simplefilter("ignore", UserWarning)
@@ -225,10 +222,10 @@ def reference_ops(
     """Return what `onnx.reference.ReferenceEvaluator` takes as `new_ops`.
 
     Attributes and inputs are those of ONNX Runtime's operators, and their defaults too. One that no
-    op has, as `swiglu_limit_after_activation=1` or the FC3 of `QMoE`, is an error when the evaluator
-    is made or run. Weights of `QMoE` are in the plain layout, `weights_prepacked=0`; -1, the default
-    there, is taken for it, as ONNX Runtime does on CPUs. `accuracy_level` asks for a least accuracy,
-    which any value gets.
+    op has, such as `swiglu_limit_after_activation=1` or the FC3 of `QMoE`, is an error when the
+    evaluator is made or run. Weights of `QMoE` are in the plain layout, `weights_prepacked=0`; -1,
+    the default there, is taken for it, as ONNX Runtime does on CPUs. `accuracy_level` asks for a
+    least accuracy, which any value gets.
 
     Arrays are float32, float16, or bfloat16 of `ml_dtypes`.
 
@@ -241,11 +238,13 @@ def reference_ops(
         ValueError: If no target has that name.
 
     Examples:
-        >>> from onnx.reference import ReferenceEvaluator
         >>> from onnx import parser
-        >>> text = '<ir_version: 10, opset_import: ["com.microsoft": 1]>'
-        >>> text += "g (float[2, 8] x) => (float[2, 4] y) {y = com.microsoft.SwiGLU <limit = 7.0> (x)}"
-        >>> evaluator = ReferenceEvaluator(parser.parse_model(text), new_ops=reference_ops())
+        >>> from onnx.reference import ReferenceEvaluator
+        >>> model = parser.parse_model('''
+        ...     <ir_version: 10, opset_import: ["com.microsoft": 1]>
+        ...     g (float[2, 8] x) => (float[2, 4] y) { y = com.microsoft.SwiGLU <limit = 7.0> (x) }
+        ... ''')
+        >>> evaluator = ReferenceEvaluator(model, new_ops=reference_ops())
         >>> evaluator.run(None, {"x": torch.ones(2, 8).numpy()})[0].shape
         (2, 4)
     """
