@@ -3,6 +3,7 @@
 import doctest
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ def model(node_type, inputs, domain=MICROSOFT, outputs=1, weights=(), **attribut
     return helper.make_model(graph, opset_imports=opsets), feeds
 
 
-def evaluate(*args, target=None, device="cpu", **named):
+def evaluate(*args, target=None, device="cpu", **named) -> Any:
     """Run a model of one node on the ops."""
     made, feeds = model(*args, **named)
     evaluator = ReferenceEvaluator(made, new_ops=integration.reference_ops(target, device))

@@ -43,7 +43,7 @@ def _only(*served: object) -> Callable[[object], None]:
 def _dtype(value: int) -> torch.dtype:
     from onnx import TensorProto
 
-    dtypes = {
+    dtypes: dict[int, torch.dtype] = {
         TensorProto.FLOAT: torch.float32,
         TensorProto.FLOAT16: torch.float16,
         TensorProto.BFLOAT16: torch.bfloat16,
