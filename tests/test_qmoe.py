@@ -6,7 +6,9 @@ import torch
 from test_onnx_moe import formula, sparse_mixer
 
 from tileops import targets
+from tileops.compilation import collecting
 from tileops.moe import QMoEFwdOp
+from tileops.targets import NoKernelError
 from tileops.workloads.grouped_gemm_int import pack, quantize
 
 T, E, H, F = 11, 6, 64, 96
@@ -425,3 +427,31 @@ def test_wrong_calls():
 
 def test_the_layer_needs_only_its_stages():
     assert {"reference", "cpu"} <= set(targets.registered_targets("qmoe_fwd"))
+
+
+def call_for_a_gpu(dtype=torch.bfloat16, hidden=64, num_tokens=5):
+    """Tensors on the CPU stand for those of a GPU where builds are collected."""
+    made = [torch.zeros(E, n, k // 2, dtype=torch.uint8) for n, k in ((128, hidden), (hidden, 64))]
+    scales = [torch.ones(E, codes.shape[1]) for codes in made]
+    x, logits = torch.ones(num_tokens, hidden, dtype=dtype), torch.ones(num_tokens, E, dtype=dtype)
+    op = QMoEFwdOp(4, None, 2, "swiglu", swiglu_fusion=2, target="cuda")
+    return op(x, logits, made[0], scales[0], None, made[1], scales[1])
+
+
+def test_what_cuda_does_not_take():
+    for settings, reason in (
+        ({"dtype": torch.float32}, "takes bfloat16 and float16, got torch.float32"),
+        ({"hidden": 48}, "packed weights: every row must start on a 16-byte word, got torch.uint8"),
+    ):
+        with collecting("sm_90a"), pytest.raises(NoKernelError, match=reason):
+            call_for_a_gpu(**settings)
+
+
+def test_no_number_of_tokens_is_compiled_in():
+    with collecting("sm_90a") as few:
+        call_for_a_gpu(num_tokens=1)
+    with collecting("sm_90a") as all_builds:
+        for num_tokens in (1, 7, 48, 300, 70_000):
+            call_for_a_gpu(num_tokens=num_tokens)
+    kernels = [[b for b in found if "grouped_gemm_int" in b.module] for found in (few, all_builds)]
+    assert [len(found) for found in kernels] == [2, 4]
