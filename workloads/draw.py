@@ -58,7 +58,7 @@ class Draw:
 
     @cached_property
     def quantized(self) -> dict[str, torch.Tensor]:
-        """The same experts with packed weights."""
+        """Experts with packed weights."""
         weights = self._weights or Weights(self.layer, self.dtype, self.device)
         return weights.quantized(self.routes[1])
 
@@ -144,11 +144,11 @@ class Weights:
 
     def quantized(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return packed weights and scales, those of the experts in ``ids`` with values."""
-        weights, here = self.drawn(ids), self._here(ids)
+        here = self._here(ids)
         if not self._packed:
             self._packed = quantized_layer.empty(self._layer, self._dtype, self._device)
         for e in sorted(here - self._packed_experts):
-            quantized_layer.fill(self._packed, weights, e)
+            quantized_layer.fill(self._packed, self._layer, e)
         self._packed_experts |= here
         return self._packed
 

@@ -20,9 +20,10 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the codes of packed bytes, as int32."""
-    shifts = torch.arange(0, 8, bits, device=packed.device)
-    return (packed.int()[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
+    """Return the codes of packed bytes, a byte each."""
+    if bits == 8:
+        return packed
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
 def quantize(
@@ -73,16 +74,16 @@ def dequantize(
     codes, rows = unpack(packed, bits), packed.shape[-2]
     columns, groups = codes.shape[-1], scales.shape[-1]
     if zero_points is None:
-        points = torch.full_like(scales, 1 << bits - 1, dtype=torch.int32)
+        points = torch.full_like(scales, 1 << bits - 1, dtype=torch.uint8)
     elif block_size:
         points = unpack(zero_points, bits)[..., :groups]
     else:
         points = unpack(zero_points, bits)[..., :rows, None]
-
-    def spread(x: torch.Tensor) -> torch.Tensor:
-        return x.repeat_interleave(block_size or columns, -1)[..., :columns]
-
-    return (codes - spread(points)).to(dtype) * spread(scales.to(dtype))
+    size = block_size or columns
+    codes = torch.nn.functional.pad(codes, (0, -columns % size)) if columns % size else codes
+    blocks = codes.unflatten(-1, (groups, size)).to(dtype)
+    weights = blocks.sub_(points[..., None].to(dtype)).mul_(scales[..., None].to(dtype))
+    return weights.flatten(-2)[..., :columns]
 
 
 def gate_and_up(rows: torch.Tensor, order: str) -> tuple[torch.Tensor, torch.Tensor | None]:
