@@ -71,7 +71,7 @@ class Draw:
             return x
         if kind == "repeated":
             return x[:1].expand_as(x)
-        around = float("nan") if x.is_floating_point() else 2**30
+        around = float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).max // 2 + 1
         return self._room(x.shape, x.dtype, around, kind == "moved")[1].copy_(x)
 
     def out(self, shape, dtype):

@@ -21,6 +21,7 @@ from tileops.moe import (
     MoEPostPermuteFwdOp,
     MoEPrePermuteFwdOp,
     MoERouterFwdOp,
+    QMoEFwdOp,
     SharedExpertMLPFwdOp,
     SwiGLUFwdOp,
     quantize_fp8_blockwise,
@@ -94,6 +95,8 @@ def programs(target, device):
         MoEFwdOp(K, "swiglu", True, 1, target=target),
     )
     sparse = MoEFwdOp(2, "silu", use_sparse_mixer=True, target=target)
+    qmoe = QMoEFwdOp(8, None, K, "swiglu", True, 1, target=target)
+    codes = [w.view(torch.uint8)[..., : w.shape[-1]] for w in (wg, wd)]
     found = {
         "FusedTopK": lambda x, g: topk(g),
         "FusedMoE": lambda x, g: layer(x, g, wg, wd),
@@ -107,6 +110,19 @@ def programs(target, device):
         "MoE": lambda x, g: onnx_moe(x, g.bfloat16(), wg, None, wd),
         "MoE, sparse mixer": lambda x, g: sparse(x, g.bfloat16(), wg[:, :F], None, wd),
     }
+    found["QMoE"] = lambda x, g: qmoe(
+        x,
+        g.bfloat16(),
+        codes[0],
+        wg[..., :1],
+        None,
+        codes[1],
+        wd[..., :1],
+        None,
+        None,
+        None,
+        x[:, :E],
+    )
     for layout in LAYOUTS:
         pre, mlp = (
             MoEPrePermuteFwdOp(layout, E, target=target),
@@ -280,6 +296,22 @@ def operator_calls(target, device):
         "moe_permute_align_fwd": (ids, E, 8, target),
         "moe_router_fwd": (g, None, None, 2, K, 1, "sigmoid", 1.5, torch.float16, target),
         "swiglu_fwd": (x, None, 7.0, 1.0, 0.0, target),
+        "qmoe_fwd": (x, g.bfloat16(), wg.view(torch.uint8)[..., : H // 2], wg[..., :1], None)
+        + (
+            wd.view(torch.uint8)[..., : F // 2],
+            wd[..., :1],
+            None,
+            None,
+            None,
+            None,
+            4,
+            0,
+            K,
+            "swiglu",
+            True,
+            1,
+        )
+        + (7.0, 1.702, 1.0, False, target),
         "moe_fwd": (x, g.bfloat16(), wg, None, wd, None, None, None, K, "swiglu", True, 2, 7.0)
         + (1.0, 0.0, False, target),
     }

@@ -8,6 +8,7 @@ import torch
 from tileops.kernels.cuda import (
     count_routes,
     device,
+    grouped_gemm_int,
     grouped_gemm_tiles,
     permute,
     place_routes,
@@ -59,6 +60,21 @@ GEMMS = {
     "gpt-oss": lambda: gemm("bfloat16", "bfloat16", "swiglu", True, "alone", PREFILL),
     "float32 out": lambda: gemm("bfloat16", "float32", "none", False, "alone", DECODE),
 }
+FEW, MANY = grouped_gemm_int.FEW, grouped_gemm_int.MANY
+INTEGERS = {
+    "4 bits, gated, decode": ("bfloat16", "float32", 4, 32, True, "swiglu", True, *FEW),
+    "4 bits, a scale a row": ("float16", "float32", 4, 0, True, "none", False, *MANY),
+    "8 bits, blocks": ("float16", "float16", 8, 128, False, "none", False, *MANY),
+    "8 bits, a scale a row": ("bfloat16", "bfloat16", 8, 0, False, "silu", True, *FEW),
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_packed_weights_go_from_16_byte_copies_to_the_tensor_cores(name):
+    source = grouped_gemm_int.build(*INTEGERS[name]).get_kernel_source()
+    kernel = source[source.rindex("__global__") :]
+    assert "copy_vector" in kernel
+    assert "mma_sync" in kernel
 
 
 @pytest.mark.parametrize("name", KERNELS)

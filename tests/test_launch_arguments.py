@@ -14,6 +14,7 @@ from tileops.moe import (
     MoEFwdOp,
     MoEPermuteAlignFwdOp,
     MoERouterFwdOp,
+    QMoEFwdOp,
     SharedExpertMLPFwdOp,
     SwiGLUFwdOp,
     quantize_fp8_blockwise,
@@ -52,6 +53,8 @@ def test_rows_match_the_launches(calls):
     IndexedExpertMLPFwdOp(**on)(torch.empty(3, 4), x, up, down, torch.ones(3, 1), ids)
     SharedExpertMLPFwdOp(**on)(x, up[0], down[0])
     MoEFwdOp(2, use_sparse_mixer=True, **on)(x, logits, up[:, :6], None, down)
+    codes, scales = torch.zeros(2, 4, 4, dtype=torch.uint8), torch.ones(2, 4)
+    QMoEFwdOp(8, **on)(x, logits, codes, scales, None, codes, scales)
     MoEPermuteAlignFwdOp(2, **on)(ids)
     MoERouterFwdOp(2, **on)(logits)
     SwiGLUFwdOp(**on)(x)

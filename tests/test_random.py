@@ -29,6 +29,7 @@ from tileops.moe import (
     MoEPostPermuteFwdOp,
     MoEPrePermuteFwdOp,
     MoERouterFwdOp,
+    QMoEFwdOp,
     RoutingEpilogueSpec,
     SharedExpertMLPFwdOp,
     SwiGLUFwdOp,
@@ -37,6 +38,7 @@ from tileops.moe import (
 )
 from tileops.moe.router import SCORINGS
 from tileops.workloads.accuracy import ROUNDING
+from tileops.workloads.grouped_gemm_int import pack
 from tileops.workloads.router import LOWEST, affinity
 
 NAN, INF = math.nan, math.inf
@@ -485,3 +487,68 @@ def test_layer_fp8(draw):
     either = 2**12
     for got, want, size in zip(*results, sizes, strict=True):
         assert_close(got, want, size, roundings=3, additions=H + F + K + either)
+
+
+@random_calls(50)
+def test_qmoe(draw):
+    activation, fusion = draw.choice("form", *(form[:2] for form in FORMS if not form[2]))
+    dtype, E, T = draw.dtype(), draw.size("E", 1, 6), draw.size("T", 0, 12)
+    bits, block = draw.choice("bits", 4, 8), draw.choice("block_size", None, 32, 64)
+    H, F = 2 * draw.size("H / 2", 1, 40), 2 * draw.size("I / 2", 1, 40)
+    k, top = draw.size("k", 1, E), 2**bits - 1
+    logits = draw.view(draw.shuffled(T, E).to(dtype))
+    x = draw.view(draw.normal(T, H, dtype=dtype))
+    scale_dtype = draw.choice("scales", torch.float32, dtype)
+
+    def layer(name, rows, columns):
+        """Packed weights, scales, zero points, bias; and their absolute values."""
+        groups = 1 if block is None else -(-columns // block)
+        codes = draw.integers(0, top, E, rows, columns)
+        scales = (draw.normal(E, rows, groups).abs() + 0.1) / (top * columns**0.5)
+        scales, points, shifted = scales.to(scale_dtype), None, codes - 2 ** (bits - 1)
+        if draw.flag(f"zero points of {name}"):
+            points = draw.integers(0, top, E, rows, groups)
+            wide = points.repeat_interleave(block or columns, -1)[..., :columns]
+            shifted = codes - wide
+            points = draw.view(pack(points if block else points[..., 0], bits), repeated=False)
+        if block is None and draw.flag(f"scales of {name} in two dimensions"):
+            scales = scales[..., 0]
+        bias = draw.maybe(f"bias of {name}", draw.normal(E, rows, dtype=dtype))
+        size = (
+            shifted.abs()
+            * (
+                scales.double()
+                .view(E, rows, -1)
+                .repeat_interleave(block or columns, -1)[..., :columns]
+            )
+        )
+        bias_size = None if bias is None else bias.abs().double()
+        views = [draw.view(made, repeated=False) for made in (pack(codes, bits), scales)]
+        return (*views, bias, points), (size, bias_size)
+
+    (w1, s1, b1, z1), (size1, bias1) = layer("FC1", 2 * F if fusion else F, H)
+    (w2, s2, b2, z2), (size2, bias2) = layer("FC2", H, F)
+    given = draw.maybe("router_weights", draw.normal(T, E, dtype=dtype).abs() + 0.1)
+    settings = {
+        "k": k,
+        "activation_type": activation,
+        "normalize_routing_weights": draw.flag("normalize"),
+        "swiglu_fusion": fusion,
+        "activation_alpha": draw.choice("alpha", 1.0, 1.702),
+        "activation_beta": draw.choice("beta", 0.0, 1.0),
+    }
+    limit = draw.choice("limit", None, 0.0, 1.0, 7.0)
+    cpu, reference = both(
+        QMoEFwdOp, expert_weight_bits=bits, block_size=block, **settings, swiglu_limit=limit
+    )
+    args = x, logits, w1, s1, b1, w2, s2, b2, z1, z2, given
+    got, want = cpu(*args), reference(*args)
+    # the sizes of what is added up, with weights of at most 1 a route
+    h = size1 @ x.abs().double().T
+    h = h if bias1 is None else h + bias1[..., None]
+    gate, up = (h[:, 0::2], h[:, 1::2]) if fusion == 1 else h.chunk(2, 1) if fusion else (h, 1)
+    act = gate * (up + settings["activation_beta"]) if fusion else gate
+    y = size2 @ act
+    y = y if bias2 is None else y + bias2[..., None]
+    most = 1 if given is None or settings["normalize_routing_weights"] else 5
+    assert_close(got, want, most * y.sum(0).T, roundings=3, additions=H + F + k)

@@ -9,6 +9,7 @@ from tileops.targets import Kernel, Target
 from tileops.workloads import (
     grouped_gemm,
     grouped_gemm_fp8,
+    grouped_gemm_int,
     permute,
     permute_align,
     quantize_fp8,
@@ -28,6 +29,7 @@ TARGET = Target(
         "moe_grouped_gemm_fp8_fwd": [Kernel(grouped_gemm_fp8.moe_grouped_gemm_fp8_fwd)],
         "quantize_fp8_rowwise_fwd": [Kernel(quantize_fp8.quantize_fp8_rowwise_fwd)],
         "quantize_fp8_blockwise_fwd": [Kernel(quantize_fp8.quantize_fp8_blockwise_fwd)],
+        "moe_grouped_gemm_int_fwd": [Kernel(grouped_gemm_int.moe_grouped_gemm_int_fwd)],
         "moe_permute_align_fwd": [Kernel(permute_align.moe_permute_align_fwd)],
         "moe_router_fwd": [Kernel(router.moe_router_fwd)],
         "sparse_mixer_fwd": [Kernel(sparse_mixer.sparse_mixer_fwd)],

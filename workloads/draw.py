@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 
 from tileops import moe
-from tileops.workloads import fp8_layer
+from tileops.workloads import fp8_layer, quantized_layer
 from tileops.workloads.layer import Layer, Routing
 from tileops.workloads.sparse_mixer import sparse_mixer_fwd
 
@@ -69,6 +69,12 @@ class Draw:
     def _fp8(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         weights = self._weights or Weights(self.layer, self.dtype, self.device)
         return weights.fp8(ids)
+
+    @cached_property
+    def quantized(self) -> dict[str, torch.Tensor]:
+        """Experts with packed weights."""
+        weights = self._weights or Weights(self.layer, self.dtype, self.device)
+        return weights.quantized(self.routes[1])
 
     @cached_property
     def routes(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,6 +154,8 @@ class Weights:
         self._experts: set[int] = set()
         self._fp8: dict[str, torch.Tensor] = {}
         self._fp8_experts: set[int] = set()
+        self._packed: dict[str, torch.Tensor] = {}
+        self._packed_experts: set[int] = set()
 
     @property
     def num_drawn(self) -> int:
@@ -170,6 +178,16 @@ class Weights:
             fp8_layer.fill(self._fp8, weights, e)
         self._fp8_experts |= here
         return self._fp8
+
+    def quantized(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return packed weights and scales, those of the experts in ``ids`` with values."""
+        here = self._here(ids)
+        if not self._packed:
+            self._packed = quantized_layer.empty(self._layer, self._dtype, self._device)
+        for e in sorted(here - self._packed_experts):
+            quantized_layer.fill(self._packed, self._layer, e)
+        self._packed_experts |= here
+        return self._packed
 
     def _here(self, ids: torch.Tensor) -> set[int]:
         return {e for e in ids.unique().tolist() if e < self._layer.local_experts}

@@ -37,6 +37,15 @@ _PLAIN = {
 }
 
 
+def activate_products(
+    gate: torch.Tensor, up: torch.Tensor | None, activation: Activation | None
+) -> torch.Tensor:
+    """Apply what a grouped GEMM is asked to apply, a gated activation if there are up values."""
+    if activation is None:
+        return gate
+    return _PLAIN[activation.name](gate) if up is None else gated(gate, up, activation)
+
+
 def expert_rows(
     layout: MGroupedLayoutSpec, metadata: torch.Tensor, num_rows: int, num_experts: int
 ) -> Iterator[tuple[int, tuple]]:
@@ -69,9 +78,6 @@ def moe_grouped_gemm_fwd(
         return value if bias is None else value + bias[e].to(compute)
 
     for e, rows in expert_rows(layout, layout_metadata, a.shape[-2], gate.shape[0]):
-        value = product(rows, e, gate, gate_bias)
-        if up is not None:
-            value = gated(value, product(rows, e, up, up_bias), activation)
-        elif activation is not None:
-            value = _PLAIN[activation.name](value)
+        other = None if up is None else product(rows, e, up, up_bias)
+        value = activate_products(product(rows, e, gate, gate_bias), other, activation)
         out[rows] = value.to(out.dtype)

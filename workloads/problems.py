@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from tileops.workloads.problem import Problem
 from tileops.workloads.problem import from_reference as _from_reference
 from tileops.workloads.problem import size_of as _size
 from tileops.workloads.problems_fp8 import PROBLEMS_FP8
+from tileops.workloads.quantized_layer import BITS, COLUMNS, MATRICES, Dequantized
 
 BLOCK_SIZE = 64
 INDEXED_ROUTES_PER_EXPERT = 2
@@ -133,6 +135,18 @@ def _grouped_gemm(draw: Draw) -> Iterator[Problem]:
     yield gemm("down", draw.inner_rows, weights["w_down"], weights["b_down"], None)
 
 
+def _plain(draw: Draw, weights: dict[str, Any]) -> Callable[[torch.dtype], Outputs]:
+    """Return a function that routes and runs all experts in plain torch and in a dtype."""
+
+    def plain(dtype: torch.dtype) -> Outputs:
+        with computing_in(torch.promote_types(dtype, torch.float32)):
+            scores, ids = draw.route()[0], draw.routes[1]
+        args = dict(topk_weights=scores, topk_ids=ids, activation=draw.layer.activation, **weights)
+        return (eager_experts(draw.tokens["hidden_states"], **args, dtype=dtype),)
+
+    return plain
+
+
 def _experts(
     draw: Draw, op: str, cls: type[Op], settings: dict, inputs: dict, biases: bool = True
 ) -> Problem:
@@ -141,17 +155,11 @@ def _experts(
     if biases:
         names += ["b_gate_up", "b_down"]
     weights = {name: draw.weights[name] for name in names}
-    hidden, ids = draw.tokens["hidden_states"], draw.routes[1]
+    hidden = draw.tokens["hidden_states"]
     matrix = 3 * layer.ffn_size * layer.hidden_size
     per_expert = _size(*weights.values()) / layer.local_experts
     small = _size(*(x for name, x in inputs.items() if name not in ("output", "hidden_states")))
-
-    def plain(dtype: torch.dtype) -> Outputs:
-        with computing_in(torch.promote_types(dtype, torch.float32)):
-            scores = draw.route()[0]
-        args = dict(topk_weights=scores, topk_ids=ids, activation=layer.activation, **weights)
-        return (eager_experts(hidden, **args, dtype=dtype),)
-
+    plain = _plain(draw, weights)
     return Problem(
         op=op,
         cls=cls,
@@ -194,7 +202,11 @@ def _fused_moe(draw: Draw) -> Iterator[Problem]:
         yield _experts(draw, "fused_moe_fwd", moe.FusedMoEFwdOp, layer.settings(), inputs)
 
 
-def _onnx_moe(draw: Draw) -> Iterator[Problem]:
+def _onnx_layer(draw: Draw) -> tuple[Draw, dict[str, Any]] | None:
+    """Return the draw with logits in the tokens' dtype and the routing of ONNX Runtime's operators.
+
+    None for a layer that they do not have.
+    """
     layer = draw.layer
     if (
         layer.num_experts > MAX_EXPERTS_HALF
@@ -205,28 +217,62 @@ def _onnx_moe(draw: Draw) -> Iterator[Problem]:
         or layer.num_expert_group > 1
         or layer.routed_scaling_factor != 1
     ):
-        return
-    gate, up = draw.weights["w_gate_up"].chunk(2, 1)  # type: ignore[union-attr]
-    hidden, logits = draw.tokens["hidden_states"], draw.tokens["gating_output"]
+        return None
+    tokens = draw.tokens
+    rounded = Draw(layer, draw.num_tokens, draw.dtype, draw.device)
+    rounded.tokens = {**tokens, "gating_output": tokens["gating_output"].to(draw.dtype)}
     settings = {
         "k": layer.top_k,
-        "activation_type": "silu",
         "normalize_routing_weights": layer.renormalize,
         "use_sparse_mixer": layer.scoring_func == "sparse_mixer",
     }
+    return rounded, settings
+
+
+def _onnx_moe(draw: Draw) -> Iterator[Problem]:
+    if (found := _onnx_layer(draw)) is None:
+        return
+    rounded, settings = found
+    rounded.weights = draw.weights
+    gate, up = draw.weights["w_gate_up"].chunk(2, 1)  # type: ignore[union-attr]
     inputs = {
-        "input": hidden,
-        "router_probs": logits.to(draw.dtype),
+        "input": rounded.tokens["hidden_states"],
+        "router_probs": rounded.tokens["gating_output"],
         "fc1_experts_weights": gate,
         "fc1_experts_bias": None,
         "fc2_experts_weights": draw.weights["w_down"],
         "fc3_experts_weights": up,
     }
-    rounded = Draw(layer, draw.num_tokens, draw.dtype, draw.device)
-    rounded.tokens = {"hidden_states": hidden, "gating_output": logits.to(draw.dtype)}
-    rounded.weights = draw.weights
+    settings = {**settings, "activation_type": "silu"}
     made = _experts(rounded, "moe_fwd", moe.MoEFwdOp, settings, {}, biases=False)
     yield replace(made, inputs=inputs)
+
+
+def _qmoe(draw: Draw) -> Iterator[Problem]:
+    """Make the problem whose exact result is that of the dequantised weights."""
+    found, odd = _onnx_layer(draw), draw.layer.ffn_size % 2 or draw.layer.hidden_size % 2
+    if found is None or odd:
+        return
+    (rounded, settings), layer, packed = found, draw.layer, draw.quantized
+    plain = _plain(rounded, {m: Dequantized(packed, name) for name, m in MATRICES.items()})
+    hidden, logits = rounded.tokens["hidden_states"], rounded.tokens["gating_output"]
+    per_expert = _size(*packed.values()) / layer.local_experts
+    yield Problem(
+        op="qmoe_fwd",
+        cls=moe.QMoEFwdOp,
+        settings={
+            **settings,
+            "expert_weight_bits": BITS,
+            "block_size": COLUMNS,
+            "activation_type": "swiglu",
+            "swiglu_fusion": 2,
+        },
+        inputs={"input": hidden, "router_probs": logits, "fc1_experts_bias": None, **packed},
+        exact=lambda: plain(torch.float64),
+        same_dtype=lambda: plain(draw.dtype),
+        flops=6.0 * draw.chosen.numel() * layer.ffn_size * layer.hidden_size,
+        num_bytes=2 * _size(hidden) + draw.num_chosen_experts * per_expert + _size(logits),
+    )
 
 
 def _shared_expert(draw: Draw) -> Iterator[Problem]:
@@ -261,6 +307,7 @@ PROBLEMS: dict[str, Callable[[Draw], Iterator[Problem]]] = {
     "indexed_expert_mlp_fwd": _indexed,
     "fused_moe_fwd": _fused_moe,
     "moe_fwd": _onnx_moe,
+    "qmoe_fwd": _qmoe,
     "shared_expert_mlp_fwd": _shared_expert,
     **PROBLEMS_FP8,
 }

@@ -13,7 +13,7 @@ from tileops.compilation import Build, collecting
 from tileops.kernels.cpu import compiler
 from tileops.kernels.cuda.device import COMPILE_TARGET
 from tileops.targets import NoKernelError
-from tileops.workloads import fp8_layer
+from tileops.workloads import fp8_layer, quantized_layer
 from tileops.workloads.draw import Draw, Outputs
 from tileops.workloads.layer import uncommitted
 from tileops.workloads.problems import PROBLEMS
@@ -66,6 +66,11 @@ class Shapes(Draw):
         layer = self.layer
         height = -(-self.num_tokens * layer.top_k // layer.num_experts)
         return self._blank(layer.local_experts, height, width)
+
+    @cached_property
+    @override
+    def quantized(self) -> dict[str, torch.Tensor]:
+        return quantized_layer.empty(self.layer, self.dtype, self.device)
 
     @cached_property
     @override

@@ -2,6 +2,7 @@
 
 from tileops.kernels.cpu import (
     grouped_gemm,
+    grouped_gemm_int,
     permute,
     permute_align,
     quantize_fp8,
@@ -32,6 +33,9 @@ TARGET = Target(
         ],
         "quantize_fp8_blockwise_fwd": [
             Kernel(quantize_fp8.quantize_fp8_blockwise_fwd, quantize_fp8.refuse)
+        ],
+        "moe_grouped_gemm_int_fwd": [
+            Kernel(grouped_gemm_int.moe_grouped_gemm_int_fwd, grouped_gemm_int.refuse)
         ],
         "swiglu_fwd": [Kernel(swiglu.swiglu_fwd, swiglu.refuse)],
     },

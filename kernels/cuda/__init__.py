@@ -3,6 +3,7 @@
 import torch
 
 from tileops.kernels.cuda import (
+    grouped_gemm_int,
     indexed_experts,
     permute,
     permute_align,
@@ -49,6 +50,9 @@ TARGET = Target(
         ],
         "fused_moe_experts_fwd": [
             Kernel(fused_experts.fused_moe_experts_fwd, fused_experts.refuse)
+        ],
+        "moe_grouped_gemm_int_fwd": [
+            Kernel(grouped_gemm_int.moe_grouped_gemm_int_fwd, grouped_gemm_int.refuse)
         ],
         "moe_grouped_gemm_fwd": [Kernel(grouped_gemm.moe_grouped_gemm_fwd, grouped_gemm.refuse)],
         "moe_grouped_gemm_fp8_fwd": [

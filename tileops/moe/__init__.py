@@ -23,6 +23,7 @@ from tileops.moe.modular import (
 from tileops.moe.onnx_moe import MoEFwdOp
 from tileops.moe.permute import MoEPostPermuteFwdOp, MoEPrePermuteFwdOp
 from tileops.moe.permute_align import MoEPermuteAlignFwdOp
+from tileops.moe.qmoe import QMoEFwdOp
 from tileops.moe.quantize import quantize_fp8_blockwise, quantize_fp8_rowwise
 from tileops.moe.router import MoERouterFwdOp
 from tileops.moe.shared_expert import FusedMoESharedExpertFwdOp, SharedExpertMLPFwdOp
@@ -50,6 +51,7 @@ __all__ = [
     "MoEPrePermuteFwdOp",
     "MoERouterFwdOp",
     "PrepareResult",
+    "QMoEFwdOp",
     "RoutingEpilogueSpec",
     "SharedExpertMLPFwdOp",
     "SwiGLUFwdOp",

@@ -64,3 +64,62 @@ def needs_fc3(op: str, kind: str, fusion: int, weights: object, bias: object) ->
     if weights is None and bias is not None:
         raise ValueError(f"{op}: fc3_experts_bias must be None without fc3_experts_weights")
     return weights is not None
+
+
+def check_quantized(
+    checker: check.Checker,
+    layer: str,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    letters: tuple[str, str],
+    bits: int,
+    block_size: int | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Check packed weights, their scales, zero points and bias; return the scales, a row a line.
+
+    Args:
+        checker: Of the call; it knows the number of columns, unless it is that of FC2.
+        layer: ``"fc1"`` or ``"fc2"``.
+        tensors: Weights, scales, zero points or None, bias or None.
+        letters: Of the rows and the columns.
+        bits: Of a weight.
+        block_size: Columns that share a scale, or None.
+        dtype: Of the input.
+    """
+    weights, scales, zero_points, bias = tensors
+    rows, columns = letters
+    dims, per_byte, uint8 = checker.dims, 8 // bits, (torch.uint8,)
+
+    def fewer(letter: str, divisor: int) -> str:
+        """Name the letter's size divided, rounded up, and tell the checker."""
+        if divisor == 1:
+            return letter
+        if letter[0] == "2":  # of rows only, which are two a byte at most
+            return letter[1:]
+        name = f"{letter}/{divisor}"
+        dims[name] = -(-dims[letter] // divisor)
+        return name
+
+    if dims[columns] % per_byte:
+        raise ValueError(
+            f"{checker.op}: {columns} must be a multiple of {per_byte}, as {per_byte} columns are "
+            f"packed in a byte, got {dims[columns]}"
+        )
+    packed = fewer(columns, per_byte)
+    checker.tensor(f"{layer}_experts_weights", weights, ("E", rows, packed), uint8)
+    floats = tuple({torch.float32: None, dtype: None})
+    if block_size is not None:
+        groups = fewer(columns, block_size)
+        checker.tensor(f"{layer}_scales", scales, ("E", rows, groups), floats)
+        points = "E", rows, fewer(columns, block_size * per_byte)
+    else:
+        dims["1"] = 1
+        if isinstance(scales, torch.Tensor) and scales.ndim == 2:
+            scales = scales.unsqueeze(-1)
+        checker.tensor(f"{layer}_scales", scales, ("E", rows, "1"), floats)
+        points = "E", fewer(rows, per_byte)
+    if zero_points is not None:
+        checker.tensor(f"{layer}_zero_points", zero_points, points, uint8)
+    if bias is not None:
+        checker.tensor(f"{layer}_experts_bias", bias, ("E", rows), (dtype,))
+    return scales

@@ -7,9 +7,9 @@ import math
 import torch
 
 from tileops import check, targets
-from tileops.layouts import ContiguousLayoutSpec
 from tileops.moe.grouped_gemm import Activation
 from tileops.moe.onnx_checks import check_activation, check_input, check_k, needs_fc3
+from tileops.moe.onnx_stages import LAYOUT, STAGES, plain_activation, route, run_experts
 from tileops.moe.op import Op
 
 torch.library.define(
@@ -34,14 +34,6 @@ def _moe_fwd_fake(input, *args):
     return input.new_empty(input.shape)
 
 
-def route(router_probs, k, normalize, use_sparse_mixer, target):
-    """Return the weights and ids of a batch, on the target's own kernels."""
-    if use_sparse_mixer:
-        return targets.run("sparse_mixer_fwd", target, router_probs)
-    settings = k, "softmax", normalize, 1, 1, 1.0
-    return targets.run("fused_topk_fwd", target, router_probs, None, *settings)
-
-
 def first_layer(fc1, fc1_bias, fc3, fc3_bias, activation_type, fusion, limit, alpha, beta):
     """Return the gate rows, up rows, their biases and the activation of the first GEMM."""
     swiglu = Activation("swiglu", alpha, beta, limit)
@@ -54,23 +46,7 @@ def first_layer(fc1, fc1_bias, fc3, fc3_bias, activation_type, fusion, limit, al
     if fc3 is not None:
         activation = swiglu if activation_type == "swiglu" else Activation("silu_and_mul")
         return fc1, fc3, fc1_bias, fc3_bias, activation
-    names = {"relu": "relu", "gelu": "gelu_tanh", "silu": "silu"}
-    plain = names.get(activation_type)
-    return fc1, None, fc1_bias, None, plain and Activation(plain)
-
-
-def run_experts(x, weights, ids, first, fc2, fc2_bias, target, out):
-    """Permute, both GEMMs, combine, for experts whose first GEMM is ``first_layer``'s."""
-    gate, up, gate_bias, up_bias, activation = first
-    layout = ContiguousLayoutSpec.tight_physical_psum()
-    rows, ends, inverse = targets.run("moe_pre_permute_fwd", target, x, ids, layout, fc2.shape[0])
-    inner = rows.new_empty(rows.shape[0], fc2.shape[2])
-    args = rows, gate, up, ends, gate_bias, up_bias, layout, activation
-    targets.run("moe_grouped_gemm_fwd", target, *args, out=inner)
-    # the permuted input is spent: its memory takes the expert output
-    args = inner, fc2, None, ends, fc2_bias, None, layout, None
-    targets.run("moe_grouped_gemm_fwd", target, *args, out=rows)
-    targets.run("moe_post_permute_fwd", target, rows, weights, inverse, layout, 1.0, out=out)
+    return fc1, None, fc1_bias, None, plain_activation(activation_type)
 
 
 def _staged(
@@ -90,21 +66,23 @@ def _staged(
 ):
     normalize, fusion, limit, alpha, beta, use_sparse_mixer = settings
     weights, ids = route(router_probs, k, normalize, use_sparse_mixer, target)
-    first = first_layer(fc1, fc1_bias, fc3, fc3_bias, activation_type, fusion, limit, alpha, beta)
-    run_experts(x, weights, ids, first, fc2, fc2_bias, target, out)
+    layer = first_layer(fc1, fc1_bias, fc3, fc3_bias, activation_type, fusion, limit, alpha, beta)
+
+    def gemm(rows, ends, result, gate, up, gate_bias, up_bias, activation):
+        args = rows, gate, up, ends, gate_bias, up_bias, LAYOUT, activation
+        targets.run("moe_grouped_gemm_fwd", target, *args, out=result)
+
+    def first(rows, ends, result):
+        gemm(rows, ends, result, *layer)
+
+    def second(rows, ends, result):
+        gemm(rows, ends, result, fc2, None, fc2_bias, None, None)
+
+    sizes = fc2.shape[0], fc2.shape[2]
+    run_experts(x, weights, ids, sizes, first, second, target, out)
 
 
-targets.register_staged(
-    "moe_fwd",
-    _staged,
-    (
-        "fused_topk_fwd",
-        "sparse_mixer_fwd",
-        "moe_pre_permute_fwd",
-        "moe_grouped_gemm_fwd",
-        "moe_post_permute_fwd",
-    ),
-)
+targets.register_staged("moe_fwd", _staged, (*STAGES, "moe_grouped_gemm_fwd"))
 
 
 class MoEFwdOp(Op):

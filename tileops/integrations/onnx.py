@@ -1,0 +1,277 @@
+"""ONNX models on the ops: implementations for the reference evaluator of the package `onnx`.
+
+`reference_ops` has them. They serve `MoE`, `QMoE`, `SwiGLU` and `MoERouter` of the domain
+`com.microsoft`, and `SwiGLU` of ONNX itself.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tileops import moe, targets
+from tileops.moe.op import Op
+
+if TYPE_CHECKING:
+    import numpy as np
+    from onnx.reference.op_run import OpRun
+
+MICROSOFT = "com.microsoft"
+_TORCH_NAMES = {"float32", "float16", "int32", "int64", "uint8", "int8"}
+
+
+def _flag(value: int) -> bool:
+    if value not in (0, 1):
+        raise ValueError(f"must be 0 or 1, got {value}")
+    return bool(value)
+
+
+def _only(*served: object) -> Callable[[object], None]:
+    """Return a check of an attribute that the op does not have."""
+
+    def check(value: object) -> None:
+        if value not in served:
+            raise ValueError(f"must be {' or '.join(map(repr, served))}, got {value!r}")
+
+    return check
+
+
+def _dtype(value: int) -> torch.dtype:
+    from onnx import TensorProto
+
+    dtypes: dict[int, torch.dtype] = {
+        TensorProto.FLOAT: torch.float32,
+        TensorProto.FLOAT16: torch.float16,
+        TensorProto.BFLOAT16: torch.bfloat16,
+    }
+    if value not in dtypes:
+        raise ValueError(f"must be FLOAT, FLOAT16 or BFLOAT16 of TensorProto, got {value}")
+    return dtypes[value]
+
+
+@dataclass(frozen=True)
+class _Node:
+    """How a node becomes a call of an op.
+
+    Attributes:
+        name: Its type.
+        domain: Its domain.
+        cls: Class of the op.
+        inputs: For each input the argument that it is; None for one that is not served.
+        settings: For each attribute the setting that it is, and how its value is read.
+        checked: For each other attribute a check of its value.
+        required: Attributes without a default.
+    """
+
+    name: str
+    domain: str
+    cls: Callable[..., Op]
+    inputs: tuple[str | None, ...]
+    settings: dict[str, tuple[str, Callable[[Any], Any]]]
+    checked: dict[str, Callable[[Any], None]] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
+
+    def op(self, attributes: dict[str, Any], target: str | None) -> Op:
+        """Return the op for a node's attributes; raise ValueError for those that it lacks."""
+        found = {}
+        for name, value in attributes.items():
+            try:
+                if name in self.settings:
+                    setting, read = self.settings[name]
+                    found[setting] = read(value)
+                elif name in self.checked:
+                    self.checked[name](value)
+                else:
+                    raise ValueError(f"is not served; these are: {[*self.settings, *self.checked]}")
+            except ValueError as error:
+                raise ValueError(f"{self.title}: attribute {name} {error}") from None
+        for name in self.required:
+            if name not in attributes:
+                raise ValueError(f"{self.title}: attribute {name} must be given")
+        return self.cls(**found, target=target)
+
+    @property
+    def title(self) -> str:
+        """The type and its domain, for messages."""
+        return f"{self.name} of {self.domain or 'ONNX'}"
+
+    def arguments(
+        self, inputs: tuple[np.ndarray | None, ...], device: torch.device
+    ) -> dict[str, torch.Tensor | None]:
+        """Return the op's arguments by their names, None for what is left out."""
+        if len(inputs) > len(self.inputs):
+            raise ValueError(f"{self.title}: takes {len(self.inputs)} inputs, got {len(inputs)}")
+        found: dict[str, torch.Tensor | None] = {name: None for name in self.inputs if name}
+        for number, (name, value) in enumerate(zip(self.inputs, inputs, strict=False)):
+            if value is None:
+                continue
+            if name is None:
+                raise ValueError(f"{self.title}: input {number} is not served: leave it out")
+            found[name] = to_torch(value, device)
+        return found
+
+
+def _read(read: Callable[[Any], Any], *names: str) -> dict[str, tuple[str, Callable[[Any], Any]]]:
+    """Return the settings that are attributes of the same name."""
+    return {name: (name, read) for name in names}
+
+
+_MOE_SETTINGS = {
+    **_read(int, "k", "swiglu_fusion"),
+    **_read(str, "activation_type"),
+    **_read(float, "swiglu_limit", "activation_alpha", "activation_beta"),
+    **_read(_flag, "normalize_routing_weights", "use_sparse_mixer"),
+}
+_FC3 = (None, None, None)
+_NODES = (
+    _Node(
+        "MoE",
+        MICROSOFT,
+        moe.MoEFwdOp,
+        ("input", "router_probs")
+        + ("fc1_experts_weights", "fc1_experts_bias", "fc2_experts_weights", "fc2_experts_bias")
+        + ("fc3_experts_weights", "fc3_experts_bias"),
+        _MOE_SETTINGS,
+        {"swiglu_limit_after_activation": _only(0)},
+    ),
+    _Node(
+        "QMoE",
+        MICROSOFT,
+        moe.QMoEFwdOp,
+        ("input", "router_probs", "fc1_experts_weights", "fc1_scales", "fc1_experts_bias")
+        + ("fc2_experts_weights", "fc2_scales", "fc2_experts_bias", *_FC3)
+        + ("fc1_zero_points", "fc2_zero_points", None, "router_weights")
+        + (None,) * 6,
+        _MOE_SETTINGS | _read(int, "expert_weight_bits", "block_size"),
+        {
+            "swiglu_limit_after_activation": _only(0),
+            "quant_type": _only("int"),
+            # what the kernel for CPUs takes these for; other providers pack -1 in their own way
+            "weights_prepacked": _only(0, -1),
+            # a lower bound
+            "accuracy_level": lambda value: None,
+        },
+    ),
+    _Node(
+        "SwiGLU",
+        MICROSOFT,
+        moe.SwiGLUFwdOp,
+        ("gate", "up"),
+        _read(float, "limit", "activation_alpha", "activation_beta"),
+        {"round_activation": _only(0)},
+    ),
+    _Node(
+        "MoERouter",
+        MICROSOFT,
+        moe.MoERouterFwdOp,
+        ("scores", "bias", "expert_ids"),
+        _read(int, "local_expert_count", "topk", "local_expert_start")
+        | _read(str, "scoring", "selection")
+        | _read(float, "route_scale")
+        | _read(_dtype, "dtype"),
+        required=("local_expert_count",),
+    ),
+    _Node(
+        "SwiGLU",
+        "",
+        moe.SwiGLUFwdOp,
+        ("gate", "up"),
+        {"alpha": ("activation_alpha", float)},
+    ),
+)
+
+
+def to_torch(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Return the tensor of an array: on a CPU without a copy, of bfloat16 too."""
+    import numpy as np
+
+    array = np.asarray(array, order="C")
+    name = array.dtype.name
+    if name != "bfloat16" and name not in _TORCH_NAMES:
+        names = [*sorted(_TORCH_NAMES), "bfloat16"]
+        raise ValueError(f"an array must be of one of {names}, got {name}")
+    with warnings.catch_warnings():
+        # of arrays that are read-only: ops do not write their inputs
+        warnings.simplefilter("ignore", UserWarning)
+        if name == "bfloat16":
+            tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        else:
+            tensor = torch.from_numpy(array)
+    return tensor.to(device)
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """Return the array of a tensor, of bfloat16 as ``ml_dtypes`` has it."""
+    tensor = tensor.cpu()
+    if tensor.dtype != torch.bfloat16:
+        return tensor.numpy()
+    from onnx import TensorProto, helper
+
+    return (
+        tensor.view(torch.int16).numpy().view(helper.tensor_dtype_to_np_dtype(TensorProto.BFLOAT16))
+    )
+
+
+def reference_ops(
+    target: str | None = None, device: torch.device | str = "cpu"
+) -> list[type[OpRun]]:
+    """Return what `onnx.reference.ReferenceEvaluator` takes as `new_ops`.
+
+    Attributes and inputs are those of ONNX Runtime's operators, and their defaults too. One that no
+    op has, such as `swiglu_limit_after_activation=1` or the FC3 of `QMoE`, is an error when the
+    evaluator is made or run. Weights of `QMoE` are in the plain layout, `weights_prepacked=0`; -1,
+    the default there, is taken for it, as ONNX Runtime does on CPUs. `accuracy_level` asks for a
+    least accuracy, which any value gets.
+
+    Arrays are float32, float16, or bfloat16 of `ml_dtypes`.
+
+    Args:
+        target: Name of the target that serves the ops, or None to decide from the device.
+        device: Where they run. Arrays are copied there and back unless it is the CPU.
+
+    Raises:
+        ImportError: If the package `onnx` is not installed.
+        ValueError: If no target has that name.
+
+    Examples:
+        >>> from onnx import parser
+        >>> from onnx.reference import ReferenceEvaluator
+        >>> model = parser.parse_model('''
+        ...     <ir_version: 10, opset_import: ["com.microsoft": 1]>
+        ...     g (float[2, 8] x) => (float[2, 4] y) { y = com.microsoft.SwiGLU <limit = 7.0> (x) }
+        ... ''')
+        >>> evaluator = ReferenceEvaluator(model, new_ops=reference_ops())
+        >>> evaluator.run(None, {"x": torch.ones(2, 8).numpy()})[0].shape
+        (2, 4)
+    """
+    try:
+        from onnx.reference.op_run import OpRun
+    except ImportError as error:
+        raise ImportError(
+            "tileops.integrations.onnx needs the package onnx: pip install 'tileops[onnx]'"
+        ) from error
+    target, where = targets.target_argument("reference_ops", target), torch.device(device)
+
+    def made(node: _Node) -> type[OpRun]:
+        class Run(OpRun):
+            op_domain = node.domain
+            op_schema = None  # or that of ONNX's own operator of the name would fill attributes in
+
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                if not self.has_linked_attribute:  # then the values come with the call
+                    node.op({name: getattr(self, name) for name in self.attributes_names_}, target)
+
+            def _run(self, *inputs: np.ndarray | None, **attributes: Any):  # type: ignore[override]
+                result = node.op(attributes, target)(**node.arguments(inputs, where))
+                results = result if isinstance(result, tuple) else (result,)
+                return tuple(map(to_numpy, results))
+
+        Run.__name__ = Run.__qualname__ = node.name
+        return Run
+
+    return list(map(made, _NODES))
