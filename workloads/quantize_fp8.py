@@ -10,7 +10,8 @@ LARGEST = 448.0
 
 def scales(amax: torch.Tensor, power_of_two: bool) -> torch.Tensor:
     """Return the scales of blocks whose largest finite magnitudes these are."""
-    scale = amax / LARGEST
+    # by a tensor: on a GPU torch multiplies by the inverse of a number, which rounds otherwise
+    scale = amax / torch.full_like(amax, LARGEST)
     if power_of_two:
         mantissa, exponent = torch.frexp(scale.double())  # in [0.5, 1): a power of two has 0.5
         exponent = exponent.long() - (mantissa == 0.5).long()
