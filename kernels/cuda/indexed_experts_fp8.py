@@ -28,6 +28,7 @@ from tileops.kernels.cuda.quantize_fp8 import CUDA, quantize_fp8_rowwise_fwd
 
 BLOCK = 128
 """Columns, and rows of weights, that share a scale."""
+BLOCK_BITS = BLOCK.bit_length() - 1
 WORDS = 4
 """32-bit words in the vector that a thread loads."""
 VECTOR = 16
@@ -54,9 +55,10 @@ def load_weights(held, held_scale, weights, scales, expert, low, high, column, d
             inside = at < depth
             held[b, s, 0, 0:WORDS] = T.ldg128(weights[expert, low, at], pred=inside)
             held[b, s, 1, 0:WORDS] = T.ldg128(weights[expert, high, at], pred=inside)
-        at = T.truncdiv(T.min(column + b * BLOCK, depth - 1), BLOCK)
-        held_scale[b, 0] = scales[expert, T.truncdiv(low, BLOCK), at]
-        held_scale[b, 1] = scales[expert, T.truncdiv(high, BLOCK), at]
+        at = T.min(column + b * BLOCK, depth - 1) >> BLOCK_BITS
+        held_scale[b, 0] = scales[expert, low >> BLOCK_BITS, at]
+        if held_scale.shape[1] == 2:
+            held_scale[b, 1] = scales[expert, high >> BLOCK_BITS, at]
 
 
 @T.macro
@@ -138,7 +140,7 @@ def build(out_dtype: str, gated: bool):
             partial = T.alloc_shared((WARPS, 4, WARP), T.float32)
             ballots = T.alloc_shared((WARPS,), T.int32)
             held = T.alloc_local((BLOCKS, STEPS, 2, WORDS), T.uint32)
-            held_scale = T.alloc_local((BLOCKS, 2), T.float32)
+            held_scale = T.alloc_local((BLOCKS, 2 if gated else 1), T.float32)
             operands = T.alloc_local((BLOCKS if gated else 1, STEPS * WORDS), T.uint32)
             row_scale = T.alloc_local((BLOCKS if gated else 1,), T.float32)
             tall = T.alloc_local((4,), T.uint32)
@@ -148,6 +150,10 @@ def build(out_dtype: str, gated: bool):
             before = T.alloc_var(T.int32)
             found = T.alloc_var(T.int32)
             member = T.alloc_var(T.int32)
+            part = T.alloc_var(T.int32)
+            route = T.alloc_var(T.int32)
+            low = T.alloc_var(T.int32)
+            high = T.alloc_var(T.int32)
             column = T.alloc_var(T.int32)
             row = T.alloc_var(T.int32)
             scale = T.alloc_var(T.float32)
@@ -192,7 +198,7 @@ def build(out_dtype: str, gated: bool):
                                 operands[b, s * WORDS : (s + 1) * WORDS] = T.ldg128(
                                     rows[row, at], pred=T.And(member >= 0, at < depth)
                                 )
-                            at = T.truncdiv(T.min(column + b * BLOCK, depth - 1), BLOCK)
+                            at = T.min(column + b * BLOCK, depth - 1) >> BLOCK_BITS
                             row_scale[b] = row_scales[row, at]
                     for b in T.unroll(BLOCKS):
                         if column - quad * VECTOR + b * BLOCK < depth:
@@ -230,12 +236,13 @@ def build(out_dtype: str, gated: bool):
                                     T.bool(False),
                                 )
                             # routes 2 * quad and 2 * quad + 1 by row low, then by row high
-                            for c in T.unroll(4):
+                            for c in T.unroll(2):
                                 scale = T.shfl_sync(
-                                    row_scale[b if gated else 0], (2 * quad + c % 2) * 4
+                                    row_scale[b if gated else 0], (2 * quad + c) * 4
                                 )
-                                scale = scale * held_scale[b, c // 2]
-                                total[c] = total[c] + products[c] * scale
+                                for h in T.unroll(2):
+                                    both = scale * held_scale[b, h if gated else 0]
+                                    total[2 * h + c] = total[2 * h + c] + products[2 * h + c] * both
                     column = column + (CHUNK << split_bits)
                     load_weights(
                         held, held_scale, weights, scales, expert, low, high, column, depth
