@@ -116,9 +116,11 @@ def build(out_dtype: str, gated: bool):
     )
     scale_strides = T.dynamic("scale_expert, scale_row, scale_block", T.int64)
 
+    row_dtype = T.uint8 if gated else T.float32
+
     @T.prim_func
     def multiply_routes_fp8(
-        rows: T.Tensor[(num_rows, depth), "uint8" if gated else "float32"],
+        rows: T.Tensor[(num_rows, depth), row_dtype],
         row_scales: T.Tensor[(num_rows, num_blocks), T.float32],
         weights: T.StridedTensor[
             (num_experts, weight_rows, depth), (expert_stride, weight_stride, 1), T.uint8
