@@ -187,7 +187,8 @@ def build(out_dtype: str, gated: bool):
             if gated and part == 0 and thread == 0:
                 inverse[route] = T.Select(dropped, -1, route)
             if leads:
-                row = T.max(member, 0)
+                # What stands for absent routes is not stored: they repeat this one, for no traffic.
+                row = T.Select(member >= 0, member, route)
                 if gated:
                     row = T.truncdiv(row, top_k)
                 for c in T.unroll(4):
@@ -198,7 +199,7 @@ def build(out_dtype: str, gated: bool):
                             for s in T.unroll(STEPS):
                                 at = column + b * BLOCK + s * STEP
                                 operands[b, s * WORDS : (s + 1) * WORDS] = T.ldg128(
-                                    rows[row, at], pred=T.And(member >= 0, at < depth)
+                                    rows[row, at], pred=at < depth
                                 )
                             at = T.min(column + b * BLOCK, depth - 1) >> BLOCK_BITS
                             row_scale[b] = row_scales[row, at]
@@ -207,9 +208,7 @@ def build(out_dtype: str, gated: bool):
                             if not gated:
                                 for v in T.unroll(HELD // 4):
                                     at = column + b * BLOCK + v // 4 * STEP + v % 4 * 4
-                                    wide_words[4 * v : 4 * v + 4] = T.ldg128(
-                                        rows[row, at], pred=member >= 0
-                                    )
+                                    wide_words[4 * v : 4 * v + 4] = T.ldg128(rows[row, at])
                                 quantize(wide, operands, scale)
                                 row_scale[0] = scale
                             for c in T.unroll(4):
