@@ -95,8 +95,8 @@ def build(out_dtype: str, gated: bool):
     ``2**split_bits`` warps share them, each with its part of the columns, and add up in their
     order. H and F are multiples of 128, so all rows of all warps exist.
 
-    Hopper has no FP8 form of the tensor core's instruction that takes registers: the compiler makes
-    float16 of both operands, which is exact, and adds up in float32.
+    Of an FP8 ``mma`` the compiler makes float16 ones on Hopper, which has none: both operands are
+    converted, which is exact, and sums are float32.
 
     T tokens, K routes a token, N routes, E experts with R rows of D columns of weights and S by B
     scales, ``out`` rows of W columns.
