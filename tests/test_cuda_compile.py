@@ -10,6 +10,7 @@ from tileops.kernels.cuda import (
     device,
     grouped_gemm_int,
     grouped_gemm_tiles,
+    indexed_experts_fp8,
     permute,
     place_routes,
     post_permute,
@@ -51,6 +52,8 @@ KERNELS = {
     "quantise rows": lambda: quantize_fp8.build_rows("bfloat16", True),
     "quantise rows that start anywhere": lambda: quantize_fp8.build_rows("float16", False),
     "quantise squares": lambda: quantize_fp8.build_blocks("float32", True),
+    "FP8 gate and up of few routes": lambda: indexed_experts_fp8.build("float32", True),
+    "FP8 down of few routes": lambda: indexed_experts_fp8.build("bfloat16", False),
     "tiles of labels": lambda: grouped_gemm_tiles.build("per_row"),
     "tiles of slabs": lambda: grouped_gemm_tiles.build("masked"),
 }

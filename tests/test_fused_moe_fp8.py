@@ -9,6 +9,7 @@ import torch
 from test_grouped_gemm_fp8 import E4M3, dequantised, fp8, scales
 from test_modular import Doubled, Shard
 
+from tileops.compilation import collecting
 from tileops.moe import (
     FusedMoEExpertsFwdOp,
     FusedMoEFP8FwdOp,
@@ -173,6 +174,106 @@ def test_views(target, device):
             moved[name] = tensor.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     got = FusedMoEFP8FwdOp(3, target=target)(wide[::2, 16:], logits, **moved)
     assert torch.equal(got, want)
+
+
+def few_routes(device, T=5, K=3, E=16, H=H, F=F):
+    """Fewer routes than experts, and a magnitude of its own for every block of 128 columns."""
+
+    def uneven(*shape):
+        blocks = torch.randn(*shape, device=device).unflatten(-1, (-1, 128))
+        return (blocks * (0.1 + torch.rand(*blocks.shape[:-1], 1, device=device))).flatten(-2)
+
+    w = {"w_gate_up": uneven(E, 2 * F, H) / H**0.5, "w_down": 2 * uneven(E, H, F) / F**0.5}
+    for name in w:
+        rows = w[name].unflatten(1, (-1, 128))
+        w[name] = (rows * (0.1 + torch.rand(*rows.shape[:2], 1, 1, device=device))).flatten(1, 2)
+    w |= dict.fromkeys(("correction_bias", "b_gate_up", "b_down"))
+    ids = torch.rand(T, E, device=device).argsort(-1)[:, :K].int()
+    return uneven(T, H).bfloat16(), fp8_weights(w), torch.rand(T, K, device=device), ids
+
+
+def run_experts(target, x, w, weights, ids, activation="silu_and_mul", factor=1.0):
+    names = "w_gate_up", "w_gate_up_scale", "w_down", "w_down_scale"
+    args = *(w[name] for name in names), weights, ids, w["b_gate_up"], w["b_down"]
+    run = torch.ops.tileops.fused_moe_experts_fp8_fwd.default
+    return run(x, None, *args, factor, activation, x.dtype, target)
+
+
+@pytest.mark.parametrize(("T", "K"), [(1, 8), (5, 3), (15, 1)])
+@pytest.mark.parametrize(
+    ("H", "F", "dtype"),
+    [(256, 128, torch.bfloat16), (384, 640, torch.float16), (2048, 384, torch.bfloat16)],
+)
+def test_few_routes(target, device, T, K, H, F, dtype, poison):
+    x, w, weights, ids = few_routes(device, T, K, H=H, F=F)
+    if K == 1:
+        ids[:12] = 7  # more than are multiplied together
+    x = x.to(dtype)
+    poison(T * K * F * 4, T * K * H * 2)
+    got = run_experts(target, x, w, weights, ids, factor=2.5)
+    assert got.dtype == dtype
+    check(got, x, w, 2.5 * weights, ids, "silu_and_mul")
+    assert torch.equal(run_experts(target, x, w, weights, ids, factor=2.5), got)
+
+
+def test_few_routes_with_ids_outside_the_experts(target, device):
+    x, w, weights, ids = few_routes(device)
+    ids[0], ids[1, 1], ids[2, 2], ids[3, 0] = -1, 16, 2**31 - 1, -(2**31)
+    got = run_experts(target, x, w, weights, ids)
+    assert (got[0] == 0).all()
+    outside = (ids < 0) | (ids >= 16)
+    check(got, x, w, weights.masked_fill(outside, 0), ids.masked_fill(outside, 0), "silu_and_mul")
+
+
+def test_few_routes_of_special_tokens(target, device):
+    x, w, weights, ids = few_routes(device)
+    ids[:, 0] = 7
+    want = run_experts(target, x, w, weights, ids)
+    x = x.clone()
+    x[1, 5], x[2], x[3] = math.nan, 0, math.inf
+    got = run_experts(target, x, w, weights, ids)
+    assert torch.equal(got[[0, 4]], want[[0, 4]])
+    assert got[1].isnan().all()
+    assert (got[2] == 0).all()
+    x[3] = 448
+    assert torch.equal(got[3], run_experts(target, x, w, weights, ids)[3])
+
+
+def test_few_routes_with_activations_past_float32(kernels, device):
+    x, w, weights, ids = few_routes(device, F=256)
+    w["w_gate_up_scale"][7] *= 1e30  # products of gate and up overflow
+    w["w_gate_up_scale"][3] *= 1e-19  # and here they have a scale without a finite inverse
+    w["w_gate_up_scale"][2, 0] = math.nan
+    ids[:] = torch.tensor([7, 4, 5])
+    ids[0, 1], ids[1, 1] = 3, 2
+    got = run_experts(kernels, x, w, weights, ids)
+    want = run_experts("reference", x, w, weights, ids)
+    assert got[1].isnan().all()
+    rest = [0, 2, 3, 4]
+    assert want[rest].isfinite().all()
+    torch.testing.assert_close(got[rest], want[rest], rtol=2e-2, atol=2e-2 * want[2].std().item())
+
+
+@pytest.mark.parametrize(
+    ("change", "kernel"),
+    [
+        ({}, "indexed_experts_fp8"),
+        ({"T": 6}, "sm90.multiply_tiles_fp8"),  # as many routes as experts or more
+        ({"activation": "gelu_and_mul"}, "sm90.multiply_tiles_fp8"),
+        ({"biases": True}, "sm90.multiply_tiles_fp8"),
+    ],
+)
+def test_the_cuda_kernel_follows_the_number_of_routes(change, kernel):
+    x, w, weights, ids = few_routes("cpu", T=change.get("T", 5))
+    if "biases" in change:
+        w["b_gate_up"], w["b_down"] = (
+            torch.zeros(16, 2 * F).bfloat16(),
+            torch.zeros(16, H).bfloat16(),
+        )
+    with collecting("sm_90a") as builds:
+        run_experts("cuda", x, w, weights, ids, change.get("activation", "silu_and_mul"))
+    products = [b.module for b in builds if "multiply" in b.module or "indexed" in b.module]
+    assert products == [f"tileops.kernels.cuda.{kernel}"] * 2
 
 
 def shared_case(device, S=384):

@@ -5,6 +5,7 @@ import torch
 from tileops.kernels.cuda import (
     grouped_gemm_int,
     indexed_experts,
+    indexed_experts_fp8,
     permute,
     permute_align,
     post_permute,
@@ -59,7 +60,8 @@ TARGET = Target(
             Kernel(grouped_gemm_fp8.moe_grouped_gemm_fp8_fwd, grouped_gemm_fp8.refuse)
         ],
         "fused_moe_experts_fp8_fwd": [
-            Kernel(fused_experts_fp8.fused_moe_experts_fp8_fwd, fused_experts_fp8.refuse)
+            Kernel(indexed_experts_fp8.fused_moe_experts_fp8_fwd, indexed_experts_fp8.refuse),
+            Kernel(fused_experts_fp8.fused_moe_experts_fp8_fwd, fused_experts_fp8.refuse),
         ],
     },
     detect=_detect,

@@ -41,6 +41,48 @@ CONFIG = {**UNCHECKED, tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: Tr
 
 
 @T.macro
+def find_group(ids, route, expert, num_routes, ballots, before: T.Ref, found: T.Ref, member: T.Ref):
+    """Find how many routes before this one have its expert, and if it leads, which it leads.
+
+    It leads a group if ``before`` is a multiple of ``ROUTES``. A warp looks at 32 ids, then all
+    share what they saw. Lane i gets number i // 4 of the ``found`` routes as its ``member``, -1 if
+    there are fewer.
+    """
+    first = T.alloc_var(T.int32)
+    seen = T.alloc_var(T.int32)
+    matches = T.alloc_var(T.int32)
+    thread = T.get_thread_binding()
+    top_k = ids.shape[1]
+    first = 0
+    before = 0
+    found = 0
+    member = -1
+    while first < num_routes and found < ROUTES and (first <= route or before % ROUTES == 0):
+        at = first + thread
+        seen = -1
+        if at < num_routes:
+            seen = ids[T.truncdiv(at, top_k), T.truncmod(at, top_k)]
+        ballot = T.Cast(T.int32, T.ballot(seen == expert))
+        if thread % WARP == 0:
+            ballots[thread // WARP] = ballot
+        T.sync_threads()
+        for w in T.unroll(WARPS):
+            at = first + w * WARP
+            matches = ballots[w]
+            if at < route:
+                earlier = T.Select(at + WARP <= route, -1, (1 << (route - at)) - 1)
+                before = before + T.call_extern(T.int32, "__popc", matches & earlier)
+                matches = matches & (earlier ^ -1)
+            while matches != 0 and found < ROUTES:
+                chosen = T.call_extern(T.int32, "__ffs", matches) - 1
+                member = T.Select(thread % WARP // 4 == found, at + chosen, member)
+                found = found + 1
+                matches = matches & (matches - 1)
+        T.sync_threads()
+        first = first + WARPS * WARP
+
+
+@T.macro
 def load_weights(held, weights, expert, low, high, column, bound_low, bound_high, depth):
     """Load ``STEPS`` vectors of rows ``low`` and ``high``; zeros where there is no such element."""
     for s in T.unroll(STEPS):
@@ -105,12 +147,9 @@ def build(dtype: str, gated: bool):
             narrow = T.alloc_local((2,), T.uint32)
             sums = T.alloc_local((2, 4), T.float32)
             total = T.alloc_local((4,), T.float32)
-            seen = T.alloc_var(T.int32)
-            first = T.alloc_var(T.int32)
             before = T.alloc_var(T.int32)
             found = T.alloc_var(T.int32)
             member = T.alloc_var(T.int32)
-            matches = T.alloc_var(T.int32)
             column = T.alloc_var(T.int32)
             row = T.alloc_var(T.int32)
 
@@ -125,37 +164,7 @@ def build(dtype: str, gated: bool):
             expert = ids[T.truncdiv(route, top_k), T.truncmod(route, top_k)]
             dropped = T.Or(expert < 0, expert >= num_experts)
 
-            # How many routes before this one have its expert, and which are the next: a warp looks
-            # at 32 ids, then all share what they saw. Lane i gets number i // 4 of the eight.
-            first = 0
-            before = 0
-            found = 0
-            member = -1
-            while (
-                first < num_routes and found < ROUTES and (first <= route or before % ROUTES == 0)
-            ):
-                at = first + thread
-                seen = -1
-                if at < num_routes:
-                    seen = ids[T.truncdiv(at, top_k), T.truncmod(at, top_k)]
-                ballot = T.Cast(T.int32, T.ballot(seen == expert))
-                if lane == 0:
-                    ballots[warp] = ballot
-                T.sync_threads()
-                for w in T.unroll(WARPS):
-                    at = first + w * WARP
-                    matches = ballots[w]
-                    if at < route:
-                        earlier = T.Select(at + WARP <= route, -1, (1 << (route - at)) - 1)
-                        before = before + T.call_extern(T.int32, "__popc", matches & earlier)
-                        matches = matches & (earlier ^ -1)
-                    while matches != 0 and found < ROUTES:
-                        chosen = T.call_extern(T.int32, "__ffs", matches) - 1
-                        member = T.Select(owner == found, at + chosen, member)
-                        found = found + 1
-                        matches = matches & (matches - 1)
-                T.sync_threads()
-                first = first + WARPS * WARP
+            find_group(ids, route, expert, num_routes, ballots, before, found, member)
             leads = T.And(T.Not(dropped), before % ROUTES == 0)
             if gated and part == 0 and thread == 0:
                 inverse[route] = T.Select(dropped, -1, route)
