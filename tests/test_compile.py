@@ -264,6 +264,11 @@ def operator_calls(target, device):
     w8 = fp8_weights(device)
     q, q_scale = ops.quantize_fp8_rowwise_fwd(rows, False, target)
     gemm8 = q, q_scale, *w8[:2], ends, layout, target
+
+    def codes(rows, columns):
+        """Packed weights of 4 bits."""
+        return torch.randint(0, 256, (E, rows, columns // 2), device=device).to(torch.uint8)
+
     return {
         "quantize_fp8_rowwise_fwd": (x, True, target),
         "quantize_fp8_blockwise_fwd": (wg.repeat(1, 16, 1), False, target),
@@ -296,22 +301,9 @@ def operator_calls(target, device):
         "moe_permute_align_fwd": (ids, E, 8, target),
         "moe_router_fwd": (g, None, None, 2, K, 1, "sigmoid", 1.5, torch.float16, target),
         "swiglu_fwd": (x, None, 7.0, 1.0, 0.0, target),
-        "qmoe_fwd": (x, g.bfloat16(), wg.view(torch.uint8)[..., : H // 2], wg[..., :1], None)
-        + (
-            wd.view(torch.uint8)[..., : F // 2],
-            wd[..., :1],
-            None,
-            None,
-            None,
-            None,
-            4,
-            0,
-            K,
-            "swiglu",
-            True,
-            1,
-        )
-        + (7.0, 1.702, 1.0, False, target),
+        "qmoe_fwd": (x, g.bfloat16(), codes(2 * 64, H), wg[:, :1, :1].repeat(1, 2 * 64, 1), None)
+        + (codes(H, 64), wd[..., :1], None, None, None, None, 4, 0, K)
+        + ("swiglu", True, 1, 7.0, 1.702, 1.0, False, target),
         "moe_fwd": (x, g.bfloat16(), wg, None, wd, None, None, None, K, "swiglu", True, 2, 7.0)
         + (1.0, 0.0, False, target),
     }
