@@ -44,7 +44,8 @@ def fp8_weights(w):
 def rounded_rows(x):
     """What is left of rows that were quantised; for finite values."""
     blocks = x.unflatten(-1, (-1, 128))
-    scale = blocks.abs().amax(-1, keepdim=True).float() / 448
+    amax = blocks.abs().amax(-1, keepdim=True).float()
+    scale = amax / torch.full_like(amax, 448)  # a GPU would multiply by the inverse of a number
     scale = torch.where(scale == 0, 1.0, scale)
     return ((blocks / scale).to(E4M3).to(x.dtype) * scale.to(x.dtype)).flatten(-2)
 
