@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tileops.workloads.layer import Layer
-from tileops.workloads.peers import PeerError, measure
+from tileops.workloads.peers import PeerError, measure, start
 from tileops.workloads.problems import PROBLEMS, Draw
 from tileops.workloads.problems_fp8 import PROBLEMS_FP8
 
@@ -318,3 +318,32 @@ def test_tileops_0_1_has_the_fp8_gemm_on_slabs_only(tmp_path):
         if not problem.part.endswith("masked"):
             with pytest.raises(PeerError, match="has no such op"):
                 measure(f"tileops-0.1={tmp_path}", [problem], lambda outputs: None, None)
+
+
+PACKAGE = """
+class FUSEDTopKFwdOp:
+    def __init__(self, **settings):
+        self.settings = settings
+
+    def __call__(self, gating_output, correction_bias):
+        weights, ids = gating_output.float().softmax(-1).topk(self.settings["top_k"], -1)
+        return weights / weights.sum(-1, keepdim=True), ids.int()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("early", [True, False])
+def test_tileops_0_1_in_a_process_of_its_own(tmp_path, early):
+    """It gets the tensors of this process, and a class is found whatever its capitals."""
+    (tmp_path / "tileops" / "moe").mkdir(parents=True)
+    (tmp_path / "tileops" / "__init__.py").touch()
+    (tmp_path / "tileops" / "moe" / "__init__.py").write_text(PACKAGE)
+    peer, seen = f"tileops-0.1={tmp_path}", []
+    draw = Draw(Layer("small", 8, 2, 128, 128), 32, torch.bfloat16, torch.device("cuda"))
+    if early:
+        start([peer])
+    with torch.inference_mode():
+        (problem,) = PROBLEMS["fused_topk_fwd"](draw)
+        spent, _ = measure(peer, [problem], seen.append, None)
+        assert torch.equal(seen[0][1], problem.exact()[1])
+    assert spent > 0

@@ -19,7 +19,7 @@ import torch
 from tileops.targets import NoKernelError
 from tileops.workloads import timing
 from tileops.workloads.draw import Draw, Outputs, Weights
-from tileops.workloads.peers import PeerError, measure
+from tileops.workloads.peers import PeerError, measure, start
 from tileops.workloads.problems import PROBLEMS, Problem
 from tileops.workloads.report import OURS, Rates, Report, Row, machine, today, versions
 from tileops.workloads.verify import NO_SUCH_OP, Step, comparison, device_of, poisoned, too_large
@@ -111,6 +111,7 @@ def _rates(target: str, dtype: torch.dtype) -> tuple[Rates, str]:
 def _step(
     step: Step, target: str, peers: Sequence[str], graph: bool | None, dtype: torch.dtype
 ) -> list[Row]:
+    start(peers)  # before its turn comes, as this process did
     with _turn:
         weights = Weights(step.case.layer, dtype, device_of(target))
         args = target, peers, graph, dtype, weights

@@ -25,6 +25,16 @@ class PeerError(Exception):
     """Why a peer has no time for a problem."""
 
 
+def start(peers: Sequence[str]) -> None:
+    """Start what takes time to start, for the next call of ``measure``."""
+    for peer in peers:
+        name, _, folder = peer.partition("=")
+        if name == "tileops-0.1":
+            from tileops.workloads.peers import tileops_0_1
+
+            tileops_0_1.start(folder)
+
+
 def measure(
     peer: str, problems: Sequence[Problem], check: Check, graph: bool | None
 ) -> tuple[float, str]:
