@@ -60,6 +60,10 @@ def _by_op(report: Report) -> dict[str, Report]:
     return {op: replace(report, rows=[row for row in timed if row.op == op]) for op in ops}
 
 
+def _with_fp8(report: Report) -> bool:
+    return any(row.fp8 for row in report.rows)
+
+
 def _image(path: Path, op: str) -> str:
     return f"img/{path.stem}-{op.replace(' ', '-')}.png"
 
@@ -74,8 +78,9 @@ def _benchmark(path: Path, report: Report) -> str:
     lines = [
         f"## {report.machine.split(',')[0]}, {report.date}: {path.stem}",
         _origin(report.machine, report.versions, report.date, report.command),
-        f"In this run a dense product reached {rates.flops / 1e12:.0f} TFLOP/s and a copy "
-        f"{rates.bytes / 1e12:.2f} TB/s.",
+        f"In this run a dense product reached {rates.flops / 1e12:.0f} TFLOP/s"
+        + (f", one of FP8 {rates.fp8_flops / 1e12:.0f}," if _with_fp8(report) else "")
+        + f" and a copy {rates.bytes / 1e12:.2f} TB/s.",
     ]
     for op, part in _by_op(report).items():
         lines += [f"### {op}", f"![{op}: time over floor]({_image(path, op)})", _table(part)]
