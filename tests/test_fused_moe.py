@@ -7,12 +7,17 @@ import torch
 from tileops.moe import (
     ContiguousLayoutSpec,
     FusedMoEExpertsFwdOp,
+    FusedMoEFP8FwdOp,
     FusedMoEFwdOp,
     FusedTopKFwdOp,
     MaskedLayoutSpec,
     MoEExpertMLPFwdOp,
     MoEPostPermuteFwdOp,
     MoEPrePermuteFwdOp,
+    MoERouterFwdOp,
+    SwiGLUFwdOp,
+    quantize_fp8_blockwise,
+    quantize_fp8_rowwise,
 )
 from tileops.workloads.layer import eager_experts
 from tileops.workloads.manifest import layers
@@ -35,6 +40,10 @@ def experts_case(device, dtype, T=23, E=6, K=3, H=72, F=40, biases=True):
     b_gate_up = torch.randn(E, 2 * F, device=device).to(dtype) if biases else None
     b_down = torch.randn(E, H, device=device).to(dtype) if biases else None
     return x, w_gate_up, w_down, weights, ids, b_gate_up, b_down
+
+
+def quantized(shape, device):
+    return quantize_fp8_blockwise(torch.randn(shape, device=device), target="reference")
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -296,3 +305,25 @@ def test_float32_on_cuda_names_the_target_that_takes_it():
     x, wg, wd, weights, ids, _, _ = experts_case("cuda", torch.float32)
     with pytest.raises(ValueError, match="target 'cuda' cannot run .*'reference'"):
         FusedMoEExpertsFwdOp()(torch.empty_like(x), x, wg, wd, weights, ids)
+
+
+def test_no_tokens_of_numpy(target, device):
+    """An empty array of NumPy has strides of 0 only, which ``.contiguous()`` keeps."""
+
+    def none(width, dtype=torch.bfloat16):
+        return torch.empty_strided((0, width), (0, 0), dtype=dtype, device=device)
+
+    _, w_gate_up, w_down, *_ = experts_case(device, torch.bfloat16, biases=False)
+    x, logits = none(72), none(6)
+    assert FusedMoEFwdOp(3, target=target)(x, logits, w_gate_up, w_down).shape == (0, 72)
+    assert [found.shape for found in FusedTopKFwdOp(3, target=target)(logits)] == [(0, 3)] * 2
+    rows, ends, inverse = MoEPrePermuteFwdOp(TIGHT, 6, target=target)(x, none(3, torch.int32))
+    assert (rows.shape, inverse.shape) == ((0, 72), (0,))
+    assert not ends.any()
+    assert SwiGLUFwdOp(target=target)(x).shape == (0, 36)
+    router = MoERouterFwdOp(6, 3, dtype=torch.bfloat16, target=target)
+    assert router(logits)[0].shape[0] == 0
+    found = (quantized(shape, device) for shape in ((6, 512, 256), (6, 256, 256)))
+    weights = [x for pair in found for x in pair]
+    assert FusedMoEFP8FwdOp(2, target=target)(none(256), logits, *weights).shape == (0, 256)
+    assert quantize_fp8_rowwise(none(256), target=target)[0].shape == (0, 256)

@@ -101,7 +101,8 @@ class Checker:
             raise ValueError(
                 f"{self.op}: {name} must be on {self.device}, as the other tensors, got {x.device}"
             )
-        if x.ndim and x.stride(-1) != 1 and x.shape[-1] > 1 and not any_stride:
+        strided = x.ndim and x.stride(-1) != 1 and x.shape[-1] > 1 and not any_stride
+        if strided and x.numel():  # an empty tensor may have any strides
             raise ValueError(
                 f"{self.op}: {name} must have a last dimension of stride 1, got strides "
                 f"{x.stride()}; call .contiguous() on it once, outside the hot path"

@@ -352,6 +352,8 @@ def split_routes(num_routes: int, num_experts: int) -> tuple[int, int, int, int]
 
 def launch(ids, tensors, alignment: int, max_m: int, num_experts: int, written: str) -> None:
     """Place the routes into ``tensors``, the seven of `build_place` that it may write."""
+    if not ids.numel():  # it may have any strides then
+        ids = ids.new_empty(ids.shape)
     cluster, blocks, chunk, part = split_routes(ids.shape[0] * ids.shape[1], num_experts)
     counts = None
     if cluster == 0:
