@@ -10,6 +10,7 @@ from test_grouped_gemm_fp8 import E4M3, dequantised, fp8, scales
 from test_modular import Doubled, Shard
 
 from tileops.compilation import collecting
+from tileops.kernels.cuda.sm90 import fused_experts_fp8
 from tileops.moe import (
     FusedMoEExpertsFwdOp,
     FusedMoEFP8FwdOp,
@@ -19,6 +20,7 @@ from tileops.moe import (
     quantize_fp8_rowwise,
 )
 from tileops.moe.modular import PrepareAndFinalizeNoOp
+from tileops.targets import NoKernelError
 from tileops.workloads.accuracy import bound, relative_error
 from tileops.workloads.manifest import layers
 
@@ -191,6 +193,20 @@ def few_routes(device, T=5, K=3, E=16, H=H, F=F):
     w |= dict.fromkeys(("correction_bias", "b_gate_up", "b_down"))
     ids = torch.rand(T, E, device=device).argsort(-1)[:, :K].int()
     return uneven(T, H).bfloat16(), fp8_weights(w), torch.rand(T, K, device=device), ids
+
+
+@pytest.mark.parametrize("activation", ["silu_and_mul", "swigluoai"])
+@pytest.mark.parametrize("biases", [False, True])
+def test_few_rows_of_an_expert_and_many(target, device, activation, biases, poison):
+    """They are multiplied in tiles of two kinds, and an expert may have both."""
+    counts = 300, 65, 128, 1, 0, 64, 17
+    x, _, w = case(device, T=sum(counts), E=len(counts), biases=biases)
+    ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    ids = ids[torch.rand(sum(counts)).argsort()].int()[:, None].to(device)
+    weights = torch.rand(sum(counts), 1, device=device)
+    poison(sum(counts) * F, sum(counts) * H * 2)
+    got = run_experts(target, x, w, weights, ids, activation)
+    check(got, x, w, weights, ids, activation)
 
 
 def run_experts(target, x, w, weights, ids, activation="silu_and_mul", factor=1.0):
@@ -412,3 +428,59 @@ def test_messages_about_prepared_tokens():
         op = FusedMoEFP8FwdOp(3, prepare_finalize=Prepared(*tokens))
         with pytest.raises(ValueError, match=f"^FusedMoEFP8FwdOp: prepared {message}"):
             op(x, logits, **w)
+
+
+def test_messages_about_prepared_routes():
+    x, logits, w = case("cpu")
+
+    class Prepared(Quantised):
+        def __init__(self, change):
+            self.change = change
+
+        def prepare(self, hidden_states, topk_weights, topk_ids, num_experts):
+            return PrepareResult(hidden_states, *self.change(topk_weights, topk_ids))
+
+    for change, message in (
+        (lambda w, i: (w, i.long()), r"topk_ids must be torch.int32, got torch.int64"),
+        (lambda w, i: (w, i[:3]), r"topk_ids must be \[T', K\] = \[13, 3\], got \(3, 3\)"),
+        (lambda w, i: (w[:, :2], i[:, :1]), r"topk_ids must be \[T', K\] = \[13, 2\]"),
+        (lambda w, i: (w, i.T.contiguous().T), "topk_ids must have a last dimension of stride 1"),
+        (lambda w, i: (w.bfloat16(), i), "topk_weights must be torch.float32"),
+        (lambda w, i: (w[:3], i), r"topk_weights must be \[T', K\]"),
+    ):
+        op = FusedMoEFP8FwdOp(3, prepare_finalize=Prepared(change))
+        with pytest.raises(ValueError, match=f"^FusedMoEFP8FwdOp: prepared {message}"):
+            op(x, logits, **w)
+
+
+def test_what_cuda_does_not_take():
+    def run(x, w, num_routes=40, experts=6):
+        ids = torch.zeros(num_routes, 1, dtype=torch.int32)
+        with collecting("sm_90a"):
+            run_experts("cuda", x, w, torch.ones(num_routes, 1), ids)
+
+    _, _, w = case("cpu")
+    x = torch.zeros(40, H).bfloat16()
+    run(x, w)
+    for changed, reason in (
+        ({"w_down": w["w_down"][:1].expand(6, -1, -1)}, "expanded dimensions"),
+        ({"w_gate_up": torch.zeros(6 * 2 * F * H + 8).to(E4M3)[8:].view(6, 2 * F, H)}, "16-byte"),
+    ):
+        with pytest.raises(NoKernelError, match=reason):
+            run(x, w | changed)
+
+
+def test_cuda_counts_rows_in_32_bits():
+    _, _, w = case("cpu")
+    matrices = w["w_gate_up"], w["w_gate_up_scale"], w["w_down"], w["w_down_scale"]
+    for num_tokens, reason in ((2**27, ""), (2**27 + 2, "less than 2**35 bytes in FP8")):
+        x = torch.zeros(1, H).bfloat16().expand(num_tokens, H)
+        weights = torch.ones(1, 1).expand(num_tokens, 1)
+        routes = weights, torch.zeros(1, 1, dtype=torch.int32).expand(num_tokens, 1)
+        settings = None, None, 1.0, "silu_and_mul"
+        with collecting("sm_90a"):
+            found = fused_experts_fp8.refuse(
+                x, *matrices, *routes, *settings, target="cuda", out=torch.empty(0, H).bfloat16()
+            )
+        assert (found or "").startswith("takes") is bool(reason)
+        assert reason in (found or "")

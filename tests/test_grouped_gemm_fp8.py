@@ -8,10 +8,13 @@ from formulas import gated
 from test_grouped_gemm import PER_ROW, TIGHT, ends_of, tight_rows
 
 from tileops import targets
+from tileops.compilation import collecting
+from tileops.kernels.cuda.sm90 import grouped_gemm_fp8
 from tileops.moe import ContiguousLayoutSpec, MaskedLayoutSpec, MoEGroupedGemmFP8FwdOp
 from tileops.moe.grouped_gemm import ACTIVATIONS
 from tileops.moe.grouped_gemm_fp8 import run_grouped_gemm_fp8
 from tileops.workloads.accuracy import ROUNDING, relative_error
+from tileops.workloads.layer import uncommitted
 
 E4M3 = torch.float8_e4m3fn
 NAN = math.nan
@@ -144,8 +147,8 @@ def test_expert_counts(target, device, num_experts):
     check(op, *args, ends_of(counts, device), tight_rows(counts))
 
 
-def test_sums_are_float32(target, device):
-    """A narrower accumulator loses the ones beside 448 * 448."""
+def test_sums_of_blocks_are_added_in_float32(target, device):
+    """A narrower accumulator loses the ones beside 448 * 448; tensor cores do within a block."""
     a = torch.ones(1, 4096, device=device).to(E4M3)
     a[0, 0] = 448
     b = a.expand(128, 4096).contiguous()[None]
@@ -355,3 +358,21 @@ def test_out_must_not_overlap(target, device):
     inside = buffer.view(torch.float32)[0, :2].expand(4, 2)
     with pytest.raises(ValueError, match="out must not overlap a_scale"):
         op(a, inside, b, b_scale, ends, buffer)
+
+
+def test_what_cuda_does_not_take():
+    _, a_scale, _, b_scale = operands((4,), 2, 256, 256, "cpu")
+    ends, out = torch.zeros(2, dtype=torch.int32), torch.empty(0, 256).bfloat16()
+
+    def refusal(a, b):
+        args = a, a_scale, b, b_scale, None, None, ends, None, None, TIGHT, None
+        with collecting("sm_90a"):
+            return grouped_gemm_fp8.refuse(*args, target="cuda", out=out) or ""
+
+    whole = torch.zeros(2, 256, 256).to(E4M3)
+    few = torch.zeros(4, 256).to(E4M3)
+    long = uncommitted((2**27 + 2, 256), E4M3, torch.device("cpu"))
+    assert refusal(few, whole) == ""
+    assert "less than 2**35 bytes" in refusal(long, whole)
+    assert "expanded dimensions" in refusal(few, whole[:1].expand(2, -1, -1))
+    assert "16-byte" in refusal(few, torch.zeros(2, 256, 272).to(E4M3)[:, :, 8:264])

@@ -251,6 +251,9 @@ class FusedMoEFP8FwdOp(RoutedLayer):
         if quantised:
             shape = "T'", "H/128"
             checker.tensor("prepared scale", prepared.scale, shape, check.FLOAT32)
+        routes = "T'", "K"
+        checker.tensor("prepared topk_weights", prepared.topk_weights, routes, check.FLOAT32)
+        checker.tensor("prepared topk_ids", prepared.topk_ids, routes, check.INT32)
         expert_output = torch.ops.tileops.fused_moe_experts_fp8_fwd.default(
             prepared.hidden_states,
             prepared.scale,
@@ -265,6 +268,6 @@ class FusedMoEFP8FwdOp(RoutedLayer):
             self.target,
         )
         output = hidden_states.new_empty(hidden_states.shape)
-        routes = prepared.topk_weights, prepared.topk_ids
-        movement.finalize(output, expert_output, *routes, WeightedReduceNoOp())
+        given = prepared.topk_weights, prepared.topk_ids
+        movement.finalize(output, expert_output, *given, WeightedReduceNoOp())
         return output

@@ -53,6 +53,8 @@ def refuse(
         )
     if (hidden_states.shape[0] - 1) * hidden_states.stride(0) >= MAX_SPAN:
         return f"takes tokens that span less than 2**34 elements, got {hidden_states.stride()}"
+    if topk_ids.numel() * ffn > MAX_SPAN:
+        return f"takes routes times F up to 2**34, got {topk_ids.numel()} times {ffn}"
     gate, up = gate_and_up(w_gate_up, activation)
     tensors = {
         "hidden_states": hidden_states,

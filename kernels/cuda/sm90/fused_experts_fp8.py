@@ -13,7 +13,7 @@ from tileops.kernels.cuda.place_routes import place
 from tileops.kernels.cuda.post_permute import moe_post_permute_fwd
 from tileops.kernels.cuda.quantize_fp8 import quantize_fp8_rowwise_fwd
 from tileops.kernels.cuda.sm90.configs import pick_gemm_fp8
-from tileops.kernels.cuda.sm90.multiply_tiles_fp8 import DEPTH, multiply_tiles_fp8
+from tileops.kernels.cuda.sm90.multiply_tiles_fp8 import DEPTH, MAX_SPAN, multiply_tiles_fp8
 from tileops.layouts import ContiguousLayoutSpec
 from tileops.moe.grouped_gemm import ACTIVATIONS, gate_and_up
 from tileops.moe.grouped_gemm_fp8 import gate_and_up_scales
@@ -45,6 +45,11 @@ def refuse(
     num_experts, hidden, ffn = w_down.shape
     if hidden % DEPTH or ffn % DEPTH or not (hidden and ffn and num_experts):
         return f"takes H and F that are multiples of {DEPTH} above 0, got {hidden} and {ffn}"
+    if (hidden_states.shape[0] - 1) * hidden >= MAX_SPAN or topk_ids.numel() * ffn > MAX_SPAN:
+        return (
+            f"takes tokens, and routes times F, of less than 2**35 bytes in FP8, got "
+            f"{tuple(hidden_states.shape)}, {topk_ids.numel()} routes and F = {ffn}"
+        )
     gate, up = gate_and_up(w_gate_up, activation)
     tensors = {
         "hidden_states": hidden_states,
