@@ -212,6 +212,45 @@ def test_attributes_that_no_op_has(node, attributes, message):
         evaluate(node, [torch.ones(2, 4), torch.ones(2, 4)], **attributes)
 
 
+@pytest.mark.parametrize(
+    ("node", "name", "value", "kinds"),
+    [
+        ("MoE", "k", 2.0, "INT, got FLOAT 2.0"),
+        ("MoE", "k", 2.75, "INT, got FLOAT 2.75"),
+        ("MoE", "k", "2", "INT, got STRING 2"),
+        ("MoE", "k", [2], r"INT, got list \[2\]"),
+        ("MoE", "activation_type", 1, "STRING, got INT 1"),
+        ("MoE", "swiglu_limit", 7, "FLOAT, got INT 7"),
+        ("MoE", "activation_alpha", "1.5", "FLOAT, got STRING 1.5"),
+        ("MoE", "normalize_routing_weights", 1.0, "INT, got FLOAT 1.0"),
+        ("MoE", "swiglu_limit_after_activation", 0.0, "INT, got FLOAT 0.0"),
+        ("QMoE", "expert_weight_bits", 4.0, "INT, got FLOAT 4.0"),
+        ("QMoE", "quant_type", 0, "STRING, got INT 0"),
+        ("QMoE", "weights_prepacked", -1.0, "INT, got FLOAT -1.0"),
+        ("QMoE", "accuracy_level", "4", "INT, got STRING 4"),
+        ("SwiGLU", "limit", 7, "FLOAT, got INT 7"),
+        ("SwiGLU", "round_activation", 0.0, "INT, got FLOAT 0.0"),
+        ("MoERouter", "dtype", 10.0, "INT, got FLOAT 10.0"),
+        ("MoERouter", "local_expert_count", 2.0, "INT, got FLOAT 2.0"),
+    ],
+)
+def test_attributes_of_another_kind_are_not_converted(node, name, value, kinds):
+    message = f"{node} of com.microsoft: attribute {name} must be of kind {kinds}"
+    with pytest.raises(ValueError, match=message):
+        evaluate(node, [torch.ones(2, 4), torch.ones(2, 4)], **{name: value})
+
+
+@pytest.mark.parametrize("value", [7, True, "7"])
+def test_a_functions_attribute_is_not_converted_either(value):
+    function = onnx.parser.parse_function("""
+        <domain: "here", opset_import: ["com.microsoft": 1]>
+        clamped <most> (x) => (y) { y = com.microsoft.SwiGLU <limit: float = @most> (x) }
+    """)
+    evaluator = ReferenceEvaluator(function, new_ops=integration.reference_ops())
+    with pytest.raises(ValueError, match=f"attribute limit must be of kind FLOAT, got .* {value}"):
+        evaluator.run(None, {"x": np.ones((2, 4), np.float32)}, attributes={"most": value})
+
+
 def test_inputs_that_no_op_has():
     args, _ = quantized(4, 32, True, 1, torch.float32)
     inputs = qmoe_inputs(args)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +26,43 @@ MICROSOFT = "com.microsoft"
 _TORCH_NAMES = {"float32", "float16", "int32", "int64", "uint8", "int8"}
 
 
-def _flag(value: int) -> bool:
-    if value not in (0, 1):
+def _kind(value: object) -> str:
+    """Return the kind of an attribute, as ONNX names it, by what the evaluator makes of its value.
+
+    It is told from the value because that of a function's attribute comes without another sign.
+    """
+    if isinstance(value, str):
+        return "STRING"
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return "INT"
+    if isinstance(value, Real) and not isinstance(value, Integral):
+        return "FLOAT"
+    return type(value).__name__
+
+
+def _must_be(kind: str, value: object) -> None:
+    """Raise ValueError for another kind: a conversion would run a model that is invalid."""
+    if _kind(value) != kind:
+        raise ValueError(f"must be of kind {kind}, got {_kind(value)} {value}")
+
+
+def _int(value: Any) -> int:
+    _must_be("INT", value)
+    return int(value)
+
+
+def _float(value: Any) -> float:
+    _must_be("FLOAT", value)
+    return float(value)
+
+
+def _str(value: Any) -> str:
+    _must_be("STRING", value)
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if _int(value) not in (0, 1):
         raise ValueError(f"must be 0 or 1, got {value}")
     return bool(value)
 
@@ -34,13 +71,14 @@ def _only(*served: object) -> Callable[[object], None]:
     """Return a check of an attribute that the op does not have."""
 
     def check(value: object) -> None:
+        _must_be(_kind(served[0]), value)
         if value not in served:
             raise ValueError(f"must be {' or '.join(map(repr, served))}, got {value!r}")
 
     return check
 
 
-def _dtype(value: int) -> torch.dtype:
+def _dtype(value: Any) -> torch.dtype:
     from onnx import TensorProto
 
     dtypes: dict[int, torch.dtype] = {
@@ -48,7 +86,7 @@ def _dtype(value: int) -> torch.dtype:
         TensorProto.FLOAT16: torch.float16,
         TensorProto.BFLOAT16: torch.bfloat16,
     }
-    if value not in dtypes:
+    if _int(value) not in dtypes:
         raise ValueError(f"must be FLOAT, FLOAT16 or BFLOAT16 of TensorProto, got {value}")
     return dtypes[value]
 
@@ -121,9 +159,9 @@ def _read(read: Callable[[Any], Any], *names: str) -> dict[str, tuple[str, Calla
 
 
 _MOE_SETTINGS = {
-    **_read(int, "k", "swiglu_fusion"),
-    **_read(str, "activation_type"),
-    **_read(float, "swiglu_limit", "activation_alpha", "activation_beta"),
+    **_read(_int, "k", "swiglu_fusion"),
+    **_read(_str, "activation_type"),
+    **_read(_float, "swiglu_limit", "activation_alpha", "activation_beta"),
     **_read(_flag, "normalize_routing_weights", "use_sparse_mixer"),
 }
 _FC3 = (None, None, None)
@@ -146,14 +184,14 @@ _NODES = (
         + ("fc2_experts_weights", "fc2_scales", "fc2_experts_bias", *_FC3)
         + ("fc1_zero_points", "fc2_zero_points", None, "router_weights")
         + (None,) * 6,
-        _MOE_SETTINGS | _read(int, "expert_weight_bits", "block_size"),
+        _MOE_SETTINGS | _read(_int, "expert_weight_bits", "block_size"),
         {
             "swiglu_limit_after_activation": _only(0),
             "quant_type": _only("int"),
             # what the kernel for CPUs takes these for; other providers pack -1 in their own way
             "weights_prepacked": _only(0, -1),
             # a lower bound
-            "accuracy_level": lambda value: None,
+            "accuracy_level": partial(_must_be, "INT"),
         },
     ),
     _Node(
@@ -161,7 +199,7 @@ _NODES = (
         MICROSOFT,
         moe.SwiGLUFwdOp,
         ("gate", "up"),
-        _read(float, "limit", "activation_alpha", "activation_beta"),
+        _read(_float, "limit", "activation_alpha", "activation_beta"),
         {"round_activation": _only(0)},
     ),
     _Node(
@@ -169,9 +207,9 @@ _NODES = (
         MICROSOFT,
         moe.MoERouterFwdOp,
         ("scores", "bias", "expert_ids"),
-        _read(int, "local_expert_count", "topk", "local_expert_start")
-        | _read(str, "scoring", "selection")
-        | _read(float, "route_scale")
+        _read(_int, "local_expert_count", "topk", "local_expert_start")
+        | _read(_str, "scoring", "selection")
+        | _read(_float, "route_scale")
         | _read(_dtype, "dtype"),
         required=("local_expert_count",),
     ),
@@ -180,7 +218,7 @@ _NODES = (
         "",
         moe.SwiGLUFwdOp,
         ("gate", "up"),
-        {"alpha": ("activation_alpha", float)},
+        {"alpha": ("activation_alpha", _float)},
     ),
 )
 
