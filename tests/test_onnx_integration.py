@@ -264,6 +264,34 @@ def test_inputs_that_no_op_has():
         integration.to_torch(np.ones(3), torch.device("cpu"))
 
 
+REQUIRED = {
+    "MoE": {0: "input", 1: "router_probs", 2: "fc1_experts_weights", 4: "fc2_experts_weights"},
+    "QMoE": {0: "input", 1: "router_probs", 2: "fc1_experts_weights", 3: "fc1_scales"}
+    | {5: "fc2_experts_weights", 6: "fc2_scales"},
+    "SwiGLU": {0: "gate"},
+    "MoERouter": {0: "scores"},
+}
+
+
+@pytest.mark.parametrize(
+    ("node", "number"), [(node, number) for node, names in REQUIRED.items() for number in names]
+)
+def test_an_input_that_is_missing_is_named(node, number):
+    """Left empty with others behind it, and left off the end."""
+    message = rf"{node} of com.microsoft: input {number} \({REQUIRED[node][number]}\) must be given"
+    attributes = {"local_expert_count": 2} if node == "MoERouter" else {}
+    outputs = 2 if node == "MoERouter" else 1
+    inputs: list[Any] = [torch.ones(2, 4)] * {"MoE": 5, "QMoE": 7, "SwiGLU": 2}.get(node, 3)
+    made, feeds = model(node, inputs, outputs=outputs, **attributes)
+    made.graph.node[0].input[number] = ""
+    short, _ = model(node, inputs, outputs=outputs, **attributes)
+    del short.graph.node[0].input[number:]
+    for broken in (made, short):
+        evaluator = ReferenceEvaluator(broken, new_ops=integration.reference_ops())
+        with pytest.raises(ValueError, match=message):
+            evaluator.run(None, feeds)
+
+
 def test_arrays_become_tensors_without_a_copy():
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     assert integration.to_torch(array, torch.device("cpu")).data_ptr() == array.ctypes.data

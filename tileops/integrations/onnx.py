@@ -100,6 +100,7 @@ class _Node:
         domain: Its domain.
         cls: Class of the op.
         inputs: For each input the argument that it is; None for one that is not served.
+        given: Arguments that may not be left out.
         settings: For each attribute the setting that it is, and how its value is read.
         checked: For each other attribute a check of its value.
         required: Attributes without a default.
@@ -109,6 +110,7 @@ class _Node:
     domain: str
     cls: Callable[..., Op]
     inputs: tuple[str | None, ...]
+    given: tuple[str, ...]
     settings: dict[str, tuple[str, Callable[[Any], Any]]]
     checked: dict[str, Callable[[Any], None]] = field(default_factory=dict)
     required: tuple[str, ...] = ()
@@ -150,6 +152,9 @@ class _Node:
             if name is None:
                 raise ValueError(f"{self.title}: input {number} is not served: leave it out")
             found[name] = to_torch(value, device)
+        for number, name in enumerate(self.inputs):
+            if name in self.given and found[name] is None:
+                raise ValueError(f"{self.title}: input {number} ({name}) must be given")
         return found
 
 
@@ -173,6 +178,7 @@ _NODES = (
         ("input", "router_probs")
         + ("fc1_experts_weights", "fc1_experts_bias", "fc2_experts_weights", "fc2_experts_bias")
         + ("fc3_experts_weights", "fc3_experts_bias"),
+        ("input", "router_probs", "fc1_experts_weights", "fc2_experts_weights"),
         _MOE_SETTINGS,
         {"swiglu_limit_after_activation": _only(0)},
     ),
@@ -184,6 +190,8 @@ _NODES = (
         + ("fc2_experts_weights", "fc2_scales", "fc2_experts_bias", *_FC3)
         + ("fc1_zero_points", "fc2_zero_points", None, "router_weights")
         + (None,) * 6,
+        ("input", "router_probs", "fc1_experts_weights", "fc1_scales")
+        + ("fc2_experts_weights", "fc2_scales"),
         _MOE_SETTINGS | _read(_int, "expert_weight_bits", "block_size"),
         {
             "swiglu_limit_after_activation": _only(0),
@@ -199,6 +207,7 @@ _NODES = (
         MICROSOFT,
         moe.SwiGLUFwdOp,
         ("gate", "up"),
+        ("gate",),
         _read(_float, "limit", "activation_alpha", "activation_beta"),
         {"round_activation": _only(0)},
     ),
@@ -207,6 +216,7 @@ _NODES = (
         MICROSOFT,
         moe.MoERouterFwdOp,
         ("scores", "bias", "expert_ids"),
+        ("scores",),
         _read(_int, "local_expert_count", "topk", "local_expert_start")
         | _read(_str, "scoring", "selection")
         | _read(_float, "route_scale")
@@ -217,6 +227,7 @@ _NODES = (
         "SwiGLU",
         "",
         moe.SwiGLUFwdOp,
+        ("gate", "up"),
         ("gate", "up"),
         {"alpha": ("activation_alpha", _float)},
     ),
