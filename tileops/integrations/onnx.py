@@ -1,7 +1,7 @@
 """ONNX models on the ops: implementations for the reference evaluator of the package `onnx`.
 
 `reference_ops` has them. They serve `MoE`, `QMoE`, `SwiGLU` and `MoERouter` of the domain
-`com.microsoft`, and `SwiGLU` of ONNX itself.
+`com.microsoft`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,6 @@ class _Node:
 
     Attributes:
         name: Its type.
-        domain: Its domain.
         cls: Class of the op.
         inputs: For each input the argument that it is; None for one that is not served.
         given: Arguments that may not be left out.
@@ -107,7 +106,6 @@ class _Node:
     """
 
     name: str
-    domain: str
     cls: Callable[..., Op]
     inputs: tuple[str | None, ...]
     given: tuple[str, ...]
@@ -136,8 +134,8 @@ class _Node:
 
     @property
     def title(self) -> str:
-        """The type and its domain, for messages."""
-        return f"{self.name} of {self.domain or 'ONNX'}"
+        """The type and the domain, for messages."""
+        return f"{self.name} of {MICROSOFT}"
 
     def arguments(
         self, inputs: tuple[np.ndarray | None, ...], device: torch.device
@@ -173,7 +171,6 @@ _FC3 = (None, None, None)
 _NODES = (
     _Node(
         "MoE",
-        MICROSOFT,
         moe.MoEFwdOp,
         ("input", "router_probs")
         + ("fc1_experts_weights", "fc1_experts_bias", "fc2_experts_weights", "fc2_experts_bias")
@@ -184,7 +181,6 @@ _NODES = (
     ),
     _Node(
         "QMoE",
-        MICROSOFT,
         moe.QMoEFwdOp,
         ("input", "router_probs", "fc1_experts_weights", "fc1_scales", "fc1_experts_bias")
         + ("fc2_experts_weights", "fc2_scales", "fc2_experts_bias", *_FC3)
@@ -204,7 +200,6 @@ _NODES = (
     ),
     _Node(
         "SwiGLU",
-        MICROSOFT,
         moe.SwiGLUFwdOp,
         ("gate", "up"),
         ("gate",),
@@ -213,7 +208,6 @@ _NODES = (
     ),
     _Node(
         "MoERouter",
-        MICROSOFT,
         moe.MoERouterFwdOp,
         ("scores", "bias", "expert_ids"),
         ("scores",),
@@ -222,14 +216,6 @@ _NODES = (
         | _read(_float, "route_scale")
         | _read(_dtype, "dtype"),
         required=("local_expert_count",),
-    ),
-    _Node(
-        "SwiGLU",
-        "",
-        moe.SwiGLUFwdOp,
-        ("gate", "up"),
-        ("gate", "up"),
-        {"alpha": ("activation_alpha", _float)},
     ),
 )
 
@@ -307,7 +293,7 @@ def reference_ops(
 
     def made(node: _Node) -> type[OpRun]:
         class Run(OpRun):
-            op_domain = node.domain
+            op_domain = MICROSOFT
             op_schema = None  # or that of ONNX's own operator of the name would fill attributes in
 
             def __init__(self, *args: Any, **kwargs: Any) -> None:
