@@ -116,6 +116,20 @@ def test_qmoe_agrees_with_onnxruntime(bits):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_attributes_of_qmoe_that_ask_for_nothing_new(bits):
+    args, _ = quantized(bits, None, True, 1, torch.float32)
+    settings = {"k": 2, "activation_type": "swiglu", "normalize_routing_weights": 1}
+    forms = {"expert_weight_bits": bits, "swiglu_fusion": 1}
+    plain = evaluate("QMoE", qmoe_inputs(args), **forms, **settings)
+    settings |= {f"fc{number}_expert_weight_bits": bits for number in (1, 2, 3)}
+    settings["block_size"] = 0
+    got = evaluate("QMoE", qmoe_inputs(args), **forms, **settings)
+    assert torch.equal(got, plain)
+    want = run_onnxruntime(args, bits, None, **settings)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
 def test_swiglu(dtype):
     gate, up = torch.randn(2, 5, 8).to(dtype), torch.randn(2, 5, 8).to(dtype)
     settings = {"limit": 0.5, "activation_alpha": 1.75, "activation_beta": 1.0}
@@ -211,7 +225,17 @@ def test_an_attribute_may_be_a_functions():
         ("QMoE", {"quant_type": "fp4"}, "attribute quant_type must be 'int', got 'fp4'"),
         ("QMoE", {"weights_prepacked": 1}, "attribute weights_prepacked must be 0 or -1, got 1"),
         ("QMoE", {"block_size": 16}, "QMoEFwdOp: block_size must be one of"),
-        ("QMoE", {"fc1_expert_weight_bits": 8}, "attribute fc1_expert_weight_bits is not served"),
+        ("QMoE", {"block_size": -1}, "QMoEFwdOp: block_size must be one of"),
+        (
+            "QMoE",
+            {"fc1_expert_weight_bits": 4, "fc2_expert_weight_bits": 8},
+            "attribute fc2_expert_weight_bits must be expert_weight_bits, 4, got 8",
+        ),
+        (
+            "QMoE",
+            {"fc3_expert_weight_bits": 4, "expert_weight_bits": 8},
+            "attribute fc3_expert_weight_bits must be expert_weight_bits, 8, got 4",
+        ),
         ("SwiGLU", {"round_activation": 1}, "attribute round_activation must be 0, got 1"),
         ("MoERouter", {}, "MoERouter of com.microsoft: attribute local_expert_count must be given"),
         ("MoERouter", {"local_expert_count": 1, "dtype": 7}, "attribute dtype must be FLOAT, "),
@@ -235,6 +259,8 @@ def test_attributes_that_no_op_has(node, attributes, message):
         ("MoE", "normalize_routing_weights", 1.0, "INT, got FLOAT 1.0"),
         ("MoE", "swiglu_limit_after_activation", 0.0, "INT, got FLOAT 0.0"),
         ("QMoE", "expert_weight_bits", 4.0, "INT, got FLOAT 4.0"),
+        ("QMoE", "fc1_expert_weight_bits", 4.0, "INT, got FLOAT 4.0"),
+        ("QMoE", "block_size", 0.0, "INT, got FLOAT 0.0"),
         ("QMoE", "quant_type", 0, "STRING, got INT 0"),
         ("QMoE", "weights_prepacked", -1.0, "INT, got FLOAT -1.0"),
         ("QMoE", "accuracy_level", "4", "INT, got STRING 4"),

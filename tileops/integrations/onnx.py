@@ -102,6 +102,7 @@ class _Node:
         given: Arguments that may not be left out.
         settings: For each attribute the setting that it is, and how its value is read.
         checked: For each other attribute a check of its value.
+        equal: For each attribute whose value must be that of a setting, the setting.
         required: Attributes without a default.
     """
 
@@ -111,6 +112,7 @@ class _Node:
     given: tuple[str, ...]
     settings: dict[str, tuple[str, Callable[[Any], Any]]]
     checked: dict[str, Callable[[Any], None]] = field(default_factory=dict)
+    equal: dict[str, str] = field(default_factory=dict)
     required: tuple[str, ...] = ()
 
     def op(self, attributes: dict[str, Any], target: str | None) -> Op:
@@ -123,14 +125,25 @@ class _Node:
                     found[setting] = read(value)
                 elif name in self.checked:
                     self.checked[name](value)
+                elif name in self.equal:
+                    _int(value)
                 else:
-                    raise ValueError(f"is not served; these are: {[*self.settings, *self.checked]}")
+                    served = [*self.settings, *self.checked, *self.equal]
+                    raise ValueError(f"is not served; these are: {served}")
             except ValueError as error:
                 raise ValueError(f"{self.title}: attribute {name} {error}") from None
         for name in self.required:
             if name not in attributes:
                 raise ValueError(f"{self.title}: attribute {name} must be given")
-        return self.cls(**found, target=target)
+        op = self.cls(**found, target=target)
+        for name, setting in self.equal.items():
+            want = getattr(op, setting)
+            if attributes.get(name, want) != want:
+                raise ValueError(
+                    f"{self.title}: attribute {name} must be {setting}, {want}, "
+                    f"got {attributes[name]}"
+                )
+        return op
 
     @property
     def title(self) -> str:
@@ -188,7 +201,9 @@ _NODES = (
         + (None,) * 6,
         ("input", "router_probs", "fc1_experts_weights", "fc1_scales")
         + ("fc2_experts_weights", "fc2_scales"),
-        _MOE_SETTINGS | _read(_int, "expert_weight_bits", "block_size"),
+        _MOE_SETTINGS
+        | _read(_int, "expert_weight_bits")
+        | {"block_size": ("block_size", lambda value: _int(value) or None)},
         {
             "swiglu_limit_after_activation": _only(0),
             "quant_type": _only("int"),
@@ -197,6 +212,8 @@ _NODES = (
             # a lower bound
             "accuracy_level": partial(_must_be, "INT"),
         },
+        # also of FC3, which is not served, as exporters write the three together
+        {f"fc{number}_expert_weight_bits": "expert_weight_bits" for number in (1, 2, 3)},
     ),
     _Node(
         "SwiGLU",
@@ -259,8 +276,9 @@ def reference_ops(
     Attributes and inputs are those of ONNX Runtime's operators, and their defaults too. One that no
     op has, such as `swiglu_limit_after_activation=1` or the FC3 of `QMoE`, is an error when the
     evaluator is made or run. Weights of `QMoE` are in the plain layout, `weights_prepacked=0`; -1,
-    the default there, is taken for it, as ONNX Runtime does on CPUs. `accuracy_level` asks for a
-    least accuracy, which any value gets.
+    the default there, is taken for it, as ONNX Runtime does on CPUs. `block_size=0` gives whole
+    rows a scale. `fc1_expert_weight_bits` and its like must be `expert_weight_bits`.
+    `accuracy_level` asks for a least accuracy, which any value gets.
 
     Arrays are float32, float16, or bfloat16 of `ml_dtypes`.
 
