@@ -341,6 +341,36 @@ def test_arrays_become_tensors_without_a_copy():
     assert integration.to_numpy(half).ctypes.data == half.data_ptr()
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 8), (0, 3, 8), (2, 0, 8)])
+def test_empty_arrays_become_contiguous_tensors(dtype, shape):
+    array = integration.to_numpy(torch.empty(shape, dtype=dtype))
+    got = integration.to_torch(array, torch.device("cpu"))
+    assert got.dtype == dtype
+    assert got.shape == shape
+    assert got.stride() == torch.empty(shape).stride()
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
+def test_no_rows(target, device, shape):
+    where = {"target": target, "device": device}
+    kinds = {"k": 2, "activation_type": "swiglu", "swiglu_fusion": 1}
+    dtype = torch.float16
+    parts = tensors("swiglu", 1, False, dtype)[:6]
+    args = qmoe_inputs(quantized(4, 32, True, 1, dtype)[0])
+    for node, inputs, more in (("MoE", parts, {}), ("QMoE", args, {"block_size": 32})):
+        x, logits = inputs[:2]
+        inputs[:2] = x.new_empty(*shape, x.shape[-1]), logits[:0]
+        got = evaluate(node, inputs, **where, **kinds, **more)
+        assert (got.dtype, got.shape) == (dtype, inputs[0].shape)
+    gate = torch.empty(*shape, 16, dtype=dtype)
+    assert evaluate("SwiGLU", [gate, gate], **where).shape == (*shape, 16)
+    assert evaluate("SwiGLU", [gate], **where).shape == (*shape, 8)
+    probs, scale = evaluate(
+        "MoERouter", [torch.empty(0, 12)], outputs=2, local_expert_count=4, topk=3, **where
+    )
+    assert (probs.shape, scale.shape) == ((0, 4), (0, 1))
+
+
 def test_the_target_must_exist():
     with pytest.raises(ValueError, match="reference_ops: target must be one of .* got 'abacus'"):
         integration.reference_ops("abacus")

@@ -253,6 +253,8 @@ def to_torch(array: np.ndarray, device: torch.device) -> torch.Tensor:
             tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         else:
             tensor = torch.from_numpy(array)
+    if not tensor.numel():  # NumPy's strides are 0 then, and not those of a contiguous tensor
+        tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
     return tensor.to(device)
 
 
