@@ -116,7 +116,21 @@ def test_qmoe_agrees_with_onnxruntime(bits):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_swiglu_of_both_domains(dtype):
+@pytest.mark.parametrize("bits", [4, 8])
+def test_attributes_of_qmoe_that_ask_for_nothing_new(bits):
+    args, _ = quantized(bits, None, True, 1, torch.float32)
+    settings = {"k": 2, "activation_type": "swiglu", "normalize_routing_weights": 1}
+    forms = {"expert_weight_bits": bits, "swiglu_fusion": 1}
+    plain = evaluate("QMoE", qmoe_inputs(args), **forms, **settings)
+    settings |= {f"fc{number}_expert_weight_bits": bits for number in (1, 2, 3)}
+    settings["block_size"] = 0
+    got = evaluate("QMoE", qmoe_inputs(args), **forms, **settings)
+    assert torch.equal(got, plain)
+    want = run_onnxruntime(args, bits, None, **settings)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_swiglu(dtype):
     gate, up = torch.randn(2, 5, 8).to(dtype), torch.randn(2, 5, 8).to(dtype)
     settings = {"limit": 0.5, "activation_alpha": 1.75, "activation_beta": 1.0}
     assert torch.equal(
@@ -124,17 +138,27 @@ def test_swiglu_of_both_domains(dtype):
     )
     assert torch.equal(evaluate("SwiGLU", [gate], **settings), SwiGLUFwdOp(**settings)(gate))
     assert torch.equal(evaluate("SwiGLU", [gate]), SwiGLUFwdOp()(gate))
-    got = evaluate("SwiGLU", [gate, up], domain="", alpha=1.5)
-    assert torch.equal(got, SwiGLUFwdOp(activation_alpha=1.5)(gate, up))
-    assert torch.equal(evaluate("SwiGLU", [gate, up], domain=""), SwiGLUFwdOp()(gate, up))
 
 
-def test_onnx_itself_agrees_on_its_swiglu():
+def test_onnxs_own_swiglu_agrees():
     gate, up = torch.randn(5, 8), torch.randn(5, 8)
-    made, feeds = model("SwiGLU", [gate, up], domain="", alpha=1.5)
+    want = evaluate("SwiGLU", [gate, up], domain="", alpha=1.5)
+    got = evaluate("SwiGLU", [gate, up], activation_alpha=1.5)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_onnxs_own_swiglu_stays_the_evaluators():
+    """What it runs still runs, float64 too, and what it refuses is refused."""
+    new_ops = integration.reference_ops()
+    made, _ = model("SwiGLU", [torch.ones(5, 8)] * 2, domain="", alpha=1.5)
+    feeds = {name: np.random.randn(5, 8) for name in ("x0", "x1")}
     (want,) = ReferenceEvaluator(made).run(None, feeds)
-    got = evaluate("SwiGLU", [gate, up], domain="", alpha=1.5)
-    torch.testing.assert_close(got, torch.from_numpy(want), rtol=1e-5, atol=1e-6)
+    (got,) = ReferenceEvaluator(made, new_ops=new_ops).run(None, feeds)
+    assert got.dtype == np.float64
+    assert np.array_equal(got, want)
+    one, feeds = model("SwiGLU", [torch.ones(5, 8)], domain="")
+    with pytest.raises(TypeError):
+        ReferenceEvaluator(one, new_ops=new_ops).run(None, feeds)
 
 
 def test_router():
@@ -201,7 +225,17 @@ def test_an_attribute_may_be_a_functions():
         ("QMoE", {"quant_type": "fp4"}, "attribute quant_type must be 'int', got 'fp4'"),
         ("QMoE", {"weights_prepacked": 1}, "attribute weights_prepacked must be 0 or -1, got 1"),
         ("QMoE", {"block_size": 16}, "QMoEFwdOp: block_size must be one of"),
-        ("QMoE", {"fc1_expert_weight_bits": 8}, "attribute fc1_expert_weight_bits is not served"),
+        ("QMoE", {"block_size": -1}, "QMoEFwdOp: block_size must be one of"),
+        (
+            "QMoE",
+            {"fc1_expert_weight_bits": 4, "fc2_expert_weight_bits": 8},
+            "attribute fc2_expert_weight_bits must be expert_weight_bits, 4, got 8",
+        ),
+        (
+            "QMoE",
+            {"fc3_expert_weight_bits": 4, "expert_weight_bits": 8},
+            "attribute fc3_expert_weight_bits must be expert_weight_bits, 8, got 4",
+        ),
         ("SwiGLU", {"round_activation": 1}, "attribute round_activation must be 0, got 1"),
         ("MoERouter", {}, "MoERouter of com.microsoft: attribute local_expert_count must be given"),
         ("MoERouter", {"local_expert_count": 1, "dtype": 7}, "attribute dtype must be FLOAT, "),
@@ -210,6 +244,47 @@ def test_an_attribute_may_be_a_functions():
 def test_attributes_that_no_op_has(node, attributes, message):
     with pytest.raises(ValueError, match=message):
         evaluate(node, [torch.ones(2, 4), torch.ones(2, 4)], **attributes)
+
+
+@pytest.mark.parametrize(
+    ("node", "name", "value", "kinds"),
+    [
+        ("MoE", "k", 2.0, "INT, got FLOAT 2.0"),
+        ("MoE", "k", 2.75, "INT, got FLOAT 2.75"),
+        ("MoE", "k", "2", "INT, got STRING 2"),
+        ("MoE", "k", [2], r"INT, got list \[2\]"),
+        ("MoE", "activation_type", 1, "STRING, got INT 1"),
+        ("MoE", "swiglu_limit", 7, "FLOAT, got INT 7"),
+        ("MoE", "activation_alpha", "1.5", "FLOAT, got STRING 1.5"),
+        ("MoE", "normalize_routing_weights", 1.0, "INT, got FLOAT 1.0"),
+        ("MoE", "swiglu_limit_after_activation", 0.0, "INT, got FLOAT 0.0"),
+        ("QMoE", "expert_weight_bits", 4.0, "INT, got FLOAT 4.0"),
+        ("QMoE", "fc1_expert_weight_bits", 4.0, "INT, got FLOAT 4.0"),
+        ("QMoE", "block_size", 0.0, "INT, got FLOAT 0.0"),
+        ("QMoE", "quant_type", 0, "STRING, got INT 0"),
+        ("QMoE", "weights_prepacked", -1.0, "INT, got FLOAT -1.0"),
+        ("QMoE", "accuracy_level", "4", "INT, got STRING 4"),
+        ("SwiGLU", "limit", 7, "FLOAT, got INT 7"),
+        ("SwiGLU", "round_activation", 0.0, "INT, got FLOAT 0.0"),
+        ("MoERouter", "dtype", 10.0, "INT, got FLOAT 10.0"),
+        ("MoERouter", "local_expert_count", 2.0, "INT, got FLOAT 2.0"),
+    ],
+)
+def test_attributes_of_another_kind_are_not_converted(node, name, value, kinds):
+    message = f"{node} of com.microsoft: attribute {name} must be of kind {kinds}"
+    with pytest.raises(ValueError, match=message):
+        evaluate(node, [torch.ones(2, 4), torch.ones(2, 4)], **{name: value})
+
+
+@pytest.mark.parametrize("value", [7, True, "7"])
+def test_a_functions_attribute_is_not_converted_either(value):
+    function = onnx.parser.parse_function("""
+        <domain: "here", opset_import: ["com.microsoft": 1]>
+        clamped <most> (x) => (y) { y = com.microsoft.SwiGLU <limit: float = @most> (x) }
+    """)
+    evaluator = ReferenceEvaluator(function, new_ops=integration.reference_ops())
+    with pytest.raises(ValueError, match=f"attribute limit must be of kind FLOAT, got .* {value}"):
+        evaluator.run(None, {"x": np.ones((2, 4), np.float32)}, attributes={"most": value})
 
 
 def test_inputs_that_no_op_has():
@@ -225,6 +300,34 @@ def test_inputs_that_no_op_has():
         integration.to_torch(np.ones(3), torch.device("cpu"))
 
 
+REQUIRED = {
+    "MoE": {0: "input", 1: "router_probs", 2: "fc1_experts_weights", 4: "fc2_experts_weights"},
+    "QMoE": {0: "input", 1: "router_probs", 2: "fc1_experts_weights", 3: "fc1_scales"}
+    | {5: "fc2_experts_weights", 6: "fc2_scales"},
+    "SwiGLU": {0: "gate"},
+    "MoERouter": {0: "scores"},
+}
+
+
+@pytest.mark.parametrize(
+    ("node", "number"), [(node, number) for node, names in REQUIRED.items() for number in names]
+)
+def test_an_input_that_is_missing_is_named(node, number):
+    """Left empty with others behind it, and left off the end."""
+    message = rf"{node} of com.microsoft: input {number} \({REQUIRED[node][number]}\) must be given"
+    attributes = {"local_expert_count": 2} if node == "MoERouter" else {}
+    outputs = 2 if node == "MoERouter" else 1
+    inputs: list[Any] = [torch.ones(2, 4)] * {"MoE": 5, "QMoE": 7, "SwiGLU": 2}.get(node, 3)
+    made, feeds = model(node, inputs, outputs=outputs, **attributes)
+    made.graph.node[0].input[number] = ""
+    short, _ = model(node, inputs, outputs=outputs, **attributes)
+    del short.graph.node[0].input[number:]
+    for broken in (made, short):
+        evaluator = ReferenceEvaluator(broken, new_ops=integration.reference_ops())
+        with pytest.raises(ValueError, match=message):
+            evaluator.run(None, feeds)
+
+
 def test_arrays_become_tensors_without_a_copy():
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     assert integration.to_torch(array, torch.device("cpu")).data_ptr() == array.ctypes.data
@@ -236,6 +339,36 @@ def test_arrays_become_tensors_without_a_copy():
     ]
     half = torch.randn(3).bfloat16()
     assert integration.to_numpy(half).ctypes.data == half.data_ptr()
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 8), (0, 3, 8), (2, 0, 8)])
+def test_empty_arrays_become_contiguous_tensors(dtype, shape):
+    array = integration.to_numpy(torch.empty(shape, dtype=dtype))
+    got = integration.to_torch(array, torch.device("cpu"))
+    assert got.dtype == dtype
+    assert got.shape == shape
+    assert got.stride() == torch.empty(shape).stride()
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
+def test_no_rows(target, device, shape):
+    where = {"target": target, "device": device}
+    kinds = {"k": 2, "activation_type": "swiglu", "swiglu_fusion": 1}
+    dtype = torch.float16
+    parts = tensors("swiglu", 1, False, dtype)[:6]
+    args = qmoe_inputs(quantized(4, 32, True, 1, dtype)[0])
+    for node, inputs, more in (("MoE", parts, {}), ("QMoE", args, {"block_size": 32})):
+        x, logits = inputs[:2]
+        inputs[:2] = x.new_empty(*shape, x.shape[-1]), logits[:0]
+        got = evaluate(node, inputs, **where, **kinds, **more)
+        assert (got.dtype, got.shape) == (dtype, inputs[0].shape)
+    gate = torch.empty(*shape, 16, dtype=dtype)
+    assert evaluate("SwiGLU", [gate, gate], **where).shape == (*shape, 16)
+    assert evaluate("SwiGLU", [gate], **where).shape == (*shape, 8)
+    probs, scale = evaluate(
+        "MoERouter", [torch.empty(0, 12)], outputs=2, local_expert_count=4, topk=3, **where
+    )
+    assert (probs.shape, scale.shape) == ((0, 4), (0, 1))
 
 
 def test_the_target_must_exist():

@@ -1,7 +1,7 @@
 """ONNX models on the ops: implementations for the reference evaluator of the package `onnx`.
 
 `reference_ops` has them. They serve `MoE`, `QMoE`, `SwiGLU` and `MoERouter` of the domain
-`com.microsoft`, and `SwiGLU` of ONNX itself.
+`com.microsoft`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +26,43 @@ MICROSOFT = "com.microsoft"
 _TORCH_NAMES = {"float32", "float16", "int32", "int64", "uint8", "int8"}
 
 
-def _flag(value: int) -> bool:
-    if value not in (0, 1):
+def _kind(value: object) -> str:
+    """Return the kind of an attribute, as ONNX names it, by what the evaluator makes of its value.
+
+    It is told from the value because that of a function's attribute comes without another sign.
+    """
+    if isinstance(value, str):
+        return "STRING"
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return "INT"
+    if isinstance(value, Real) and not isinstance(value, Integral):
+        return "FLOAT"
+    return type(value).__name__
+
+
+def _must_be(kind: str, value: object) -> None:
+    """Raise ValueError for another kind: a conversion would run a model that is invalid."""
+    if _kind(value) != kind:
+        raise ValueError(f"must be of kind {kind}, got {_kind(value)} {value}")
+
+
+def _int(value: Any) -> int:
+    _must_be("INT", value)
+    return int(value)
+
+
+def _float(value: Any) -> float:
+    _must_be("FLOAT", value)
+    return float(value)
+
+
+def _str(value: Any) -> str:
+    _must_be("STRING", value)
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if _int(value) not in (0, 1):
         raise ValueError(f"must be 0 or 1, got {value}")
     return bool(value)
 
@@ -34,13 +71,14 @@ def _only(*served: object) -> Callable[[object], None]:
     """Return a check of an attribute that the op does not have."""
 
     def check(value: object) -> None:
+        _must_be(_kind(served[0]), value)
         if value not in served:
             raise ValueError(f"must be {' or '.join(map(repr, served))}, got {value!r}")
 
     return check
 
 
-def _dtype(value: int) -> torch.dtype:
+def _dtype(value: Any) -> torch.dtype:
     from onnx import TensorProto
 
     dtypes: dict[int, torch.dtype] = {
@@ -48,7 +86,7 @@ def _dtype(value: int) -> torch.dtype:
         TensorProto.FLOAT16: torch.float16,
         TensorProto.BFLOAT16: torch.bfloat16,
     }
-    if value not in dtypes:
+    if _int(value) not in dtypes:
         raise ValueError(f"must be FLOAT, FLOAT16 or BFLOAT16 of TensorProto, got {value}")
     return dtypes[value]
 
@@ -59,20 +97,22 @@ class _Node:
 
     Attributes:
         name: Its type.
-        domain: Its domain.
         cls: Class of the op.
         inputs: For each input the argument that it is; None for one that is not served.
+        given: Arguments that may not be left out.
         settings: For each attribute the setting that it is, and how its value is read.
         checked: For each other attribute a check of its value.
+        equal: For each attribute whose value must be that of a setting, the setting.
         required: Attributes without a default.
     """
 
     name: str
-    domain: str
     cls: Callable[..., Op]
     inputs: tuple[str | None, ...]
+    given: tuple[str, ...]
     settings: dict[str, tuple[str, Callable[[Any], Any]]]
     checked: dict[str, Callable[[Any], None]] = field(default_factory=dict)
+    equal: dict[str, str] = field(default_factory=dict)
     required: tuple[str, ...] = ()
 
     def op(self, attributes: dict[str, Any], target: str | None) -> Op:
@@ -85,19 +125,30 @@ class _Node:
                     found[setting] = read(value)
                 elif name in self.checked:
                     self.checked[name](value)
+                elif name in self.equal:
+                    _int(value)
                 else:
-                    raise ValueError(f"is not served; these are: {[*self.settings, *self.checked]}")
+                    served = [*self.settings, *self.checked, *self.equal]
+                    raise ValueError(f"is not served; these are: {served}")
             except ValueError as error:
                 raise ValueError(f"{self.title}: attribute {name} {error}") from None
         for name in self.required:
             if name not in attributes:
                 raise ValueError(f"{self.title}: attribute {name} must be given")
-        return self.cls(**found, target=target)
+        op = self.cls(**found, target=target)
+        for name, setting in self.equal.items():
+            want = getattr(op, setting)
+            if attributes.get(name, want) != want:
+                raise ValueError(
+                    f"{self.title}: attribute {name} must be {setting}, {want}, "
+                    f"got {attributes[name]}"
+                )
+        return op
 
     @property
     def title(self) -> str:
-        """The type and its domain, for messages."""
-        return f"{self.name} of {self.domain or 'ONNX'}"
+        """The type and the domain, for messages."""
+        return f"{self.name} of {MICROSOFT}"
 
     def arguments(
         self, inputs: tuple[np.ndarray | None, ...], device: torch.device
@@ -112,6 +163,9 @@ class _Node:
             if name is None:
                 raise ValueError(f"{self.title}: input {number} is not served: leave it out")
             found[name] = to_torch(value, device)
+        for number, name in enumerate(self.inputs):
+            if name in self.given and found[name] is None:
+                raise ValueError(f"{self.title}: input {number} ({name}) must be given")
         return found
 
 
@@ -121,66 +175,64 @@ def _read(read: Callable[[Any], Any], *names: str) -> dict[str, tuple[str, Calla
 
 
 _MOE_SETTINGS = {
-    **_read(int, "k", "swiglu_fusion"),
-    **_read(str, "activation_type"),
-    **_read(float, "swiglu_limit", "activation_alpha", "activation_beta"),
+    **_read(_int, "k", "swiglu_fusion"),
+    **_read(_str, "activation_type"),
+    **_read(_float, "swiglu_limit", "activation_alpha", "activation_beta"),
     **_read(_flag, "normalize_routing_weights", "use_sparse_mixer"),
 }
 _FC3 = (None, None, None)
 _NODES = (
     _Node(
         "MoE",
-        MICROSOFT,
         moe.MoEFwdOp,
         ("input", "router_probs")
         + ("fc1_experts_weights", "fc1_experts_bias", "fc2_experts_weights", "fc2_experts_bias")
         + ("fc3_experts_weights", "fc3_experts_bias"),
+        ("input", "router_probs", "fc1_experts_weights", "fc2_experts_weights"),
         _MOE_SETTINGS,
         {"swiglu_limit_after_activation": _only(0)},
     ),
     _Node(
         "QMoE",
-        MICROSOFT,
         moe.QMoEFwdOp,
         ("input", "router_probs", "fc1_experts_weights", "fc1_scales", "fc1_experts_bias")
         + ("fc2_experts_weights", "fc2_scales", "fc2_experts_bias", *_FC3)
         + ("fc1_zero_points", "fc2_zero_points", None, "router_weights")
         + (None,) * 6,
-        _MOE_SETTINGS | _read(int, "expert_weight_bits", "block_size"),
+        ("input", "router_probs", "fc1_experts_weights", "fc1_scales")
+        + ("fc2_experts_weights", "fc2_scales"),
+        _MOE_SETTINGS
+        | _read(_int, "expert_weight_bits")
+        | {"block_size": ("block_size", lambda value: _int(value) or None)},
         {
             "swiglu_limit_after_activation": _only(0),
             "quant_type": _only("int"),
             # what the kernel for CPUs takes these for; other providers pack -1 in their own way
             "weights_prepacked": _only(0, -1),
             # a lower bound
-            "accuracy_level": lambda value: None,
+            "accuracy_level": partial(_must_be, "INT"),
         },
+        # also of FC3, which is not served, as exporters write the three together
+        {f"fc{number}_expert_weight_bits": "expert_weight_bits" for number in (1, 2, 3)},
     ),
     _Node(
         "SwiGLU",
-        MICROSOFT,
         moe.SwiGLUFwdOp,
         ("gate", "up"),
-        _read(float, "limit", "activation_alpha", "activation_beta"),
+        ("gate",),
+        _read(_float, "limit", "activation_alpha", "activation_beta"),
         {"round_activation": _only(0)},
     ),
     _Node(
         "MoERouter",
-        MICROSOFT,
         moe.MoERouterFwdOp,
         ("scores", "bias", "expert_ids"),
-        _read(int, "local_expert_count", "topk", "local_expert_start")
-        | _read(str, "scoring", "selection")
-        | _read(float, "route_scale")
+        ("scores",),
+        _read(_int, "local_expert_count", "topk", "local_expert_start")
+        | _read(_str, "scoring", "selection")
+        | _read(_float, "route_scale")
         | _read(_dtype, "dtype"),
         required=("local_expert_count",),
-    ),
-    _Node(
-        "SwiGLU",
-        "",
-        moe.SwiGLUFwdOp,
-        ("gate", "up"),
-        {"alpha": ("activation_alpha", float)},
     ),
 )
 
@@ -201,6 +253,8 @@ def to_torch(array: np.ndarray, device: torch.device) -> torch.Tensor:
             tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         else:
             tensor = torch.from_numpy(array)
+    if not tensor.numel():  # NumPy's strides are 0 then, and not those of a contiguous tensor
+        tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
     return tensor.to(device)
 
 
@@ -224,8 +278,9 @@ def reference_ops(
     Attributes and inputs are those of ONNX Runtime's operators, and their defaults too. One that no
     op has, such as `swiglu_limit_after_activation=1` or the FC3 of `QMoE`, is an error when the
     evaluator is made or run. Weights of `QMoE` are in the plain layout, `weights_prepacked=0`; -1,
-    the default there, is taken for it, as ONNX Runtime does on CPUs. `accuracy_level` asks for a
-    least accuracy, which any value gets.
+    the default there, is taken for it, as ONNX Runtime does on CPUs. `block_size=0` gives whole
+    rows a scale. `fc1_expert_weight_bits` and its like must be `expert_weight_bits`.
+    `accuracy_level` asks for a least accuracy, which any value gets.
 
     Arrays are float32, float16, or bfloat16 of `ml_dtypes`.
 
@@ -258,7 +313,7 @@ def reference_ops(
 
     def made(node: _Node) -> type[OpRun]:
         class Run(OpRun):
-            op_domain = node.domain
+            op_domain = MICROSOFT
             op_schema = None  # or that of ONNX's own operator of the name would fill attributes in
 
             def __init__(self, *args: Any, **kwargs: Any) -> None:
