@@ -243,6 +243,18 @@ def test_what_must_be_float32_stays_so():
     assert moved.correction_bias.dtype == torch.float32
 
 
+def test_a_float32_router_is_no_part_of_autocast(target, device):
+    module = grouped(device=device, target=target, dtype=torch.bfloat16)
+    x = torch.randn(2, 3, H, device=device).bfloat16()
+    want = module.router(x)
+    compiled = torch.compile(module.router, fullgraph=True, backend="eager")
+    with torch.autocast(device, dtype=torch.bfloat16):
+        for logits in (module.router(x), compiled(x)):
+            assert logits.dtype == torch.float32
+            assert torch.equal(logits, want)
+        assert module(x).dtype == x.dtype
+
+
 def test_a_router_of_the_modules_dtype():
     module = routed().to(torch.bfloat16)
     assert module.router.weight.dtype == torch.bfloat16

@@ -258,6 +258,10 @@ class _Float32Linear(nn.Linear):
         super().__init__(*sizes, bias=bias, device=device, dtype=torch.float32)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        kind = input.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                return super().forward(input.float())
         return super().forward(input.float())
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
