@@ -8,7 +8,7 @@ import hf_models
 import pytest
 import torch
 
-from tileops.integrations.transformers import convert_transposed_experts
+from tileops.integrations.transformers import convert_transposed_experts, register
 from tileops.moe import FusedMoEFwdOp
 from tileops.nn import MoE, MoESharedExpert
 
@@ -122,6 +122,18 @@ def test_a_block_is_replaced_in_its_model(family):
     for layer in model.model.layers:
         layer.mlp = kind_of(family).from_hf(layer.mlp, copy=True)
     torch.testing.assert_close(model(tokens).logits, want)
+
+
+def test_a_registered_model_keeps_what_replaced_blocks_lose(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    register()
+    model = hf_models.model("qwen3_moe")
+    model.set_experts_implementation("tileops")
+    with torch.no_grad():
+        assert len(model(hf_models.prompts(), output_router_logits=True).router_logits) == 2
+    model.save_pretrained(tmp_path)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    assert not load(tmp_path, output_loading_info=True)[1]["missing_keys"]
 
 
 def test_only_a_block_of_gpt_oss_makes_a_pair():
