@@ -68,7 +68,7 @@ def model(family, dtype=torch.float32, device="cpu", **changes):
     with torch.no_grad():
         for name, weight in [*made.named_parameters(), *made.named_buffers()]:
             if name.endswith(("_proj", "bias")) or weight.ndim == 2:
-                weight.normal_(std=1.0 if weight.ndim < 2 else weight.shape[-1] ** -0.5)
+                weight.normal_(std=1.0 if weight.ndim < 2 else max(weight.shape[-1], 1) ** -0.5)
             if name.endswith("correction_bias"):
                 weight.mul_(0.1)
     return made.to(device=device, dtype=dtype).eval()

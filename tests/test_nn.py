@@ -8,7 +8,7 @@ import hf_models
 import pytest
 import torch
 
-from tileops.integrations.transformers import convert_transposed_experts
+from tileops.integrations.transformers import convert_transposed_experts, register
 from tileops.moe import FusedMoEFwdOp
 from tileops.nn import MoE, MoESharedExpert
 
@@ -55,7 +55,7 @@ def test_same_as_the_block(kernels, device, family, dtype, assert_accurate):
     module = kind_of(family).from_hf(block, copy=True)
     x = clear_tokens(block)
     exact = output(copy.deepcopy(block).double(), x.double())
-    assert_accurate(module(x), exact, output(block, x))
+    assert_accurate(output(module, x), exact, output(block, x))
 
 
 @pytest.mark.parametrize("family", list(hf_models.FAMILIES))
@@ -112,15 +112,84 @@ def test_a_router_in_half_precision_becomes_float32():
     assert torch.equal(module.correction_bias, block.gate.e_score_correction_bias.float())
 
 
+@pytest.mark.parametrize("family", ["glm4_moe", "gpt_oss"])
 @torch.no_grad()
-def test_a_block_is_replaced_in_its_model():
+def test_a_block_is_replaced_in_its_model(family):
     pytest.importorskip("transformers")
-    model = hf_models.model("glm4_moe")
-    tokens = hf_models.prompts()
+    model = hf_models.model(family)
+    tokens = hf_models.prompts(count=2)
     want = model(tokens).logits
     for layer in model.model.layers:
-        layer.mlp = MoESharedExpert.from_hf(layer.mlp, copy=True)
+        layer.mlp = kind_of(family).from_hf(layer.mlp, copy=True)
     torch.testing.assert_close(model(tokens).logits, want)
+
+
+def test_a_registered_model_keeps_what_replaced_blocks_lose(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    register()
+    model = hf_models.model("qwen3_moe")
+    model.set_experts_implementation("tileops")
+    with torch.no_grad():
+        assert len(model(hf_models.prompts(), output_router_logits=True).router_logits) == 2
+    model.save_pretrained(tmp_path)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    assert not load(tmp_path, output_loading_info=True)[1]["missing_keys"]
+
+
+def test_only_a_block_of_gpt_oss_makes_a_pair():
+    module = MoE.from_hf(block_of("gpt_oss"))
+    out, scores = pickle.loads(pickle.dumps(module))(torch.randn(2, 5, H))
+    assert out.shape == (2, 5, H)
+    assert scores is None
+    built = MoE.from_config(hf_models.config("gpt_oss"))
+    assert built(torch.randn(2, 5, H)).shape == (2, 5, H)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "value"),
+    [
+        ("gpt_oss", "experts.alpha", 1.5),
+        ("gpt_oss", "experts.limit", 6.0),
+        ("gpt_oss", "router.top_k", 2),
+        ("qwen3_moe", "gate.top_k", 2),
+        ("qwen3_moe", "gate.norm_topk_prob", False),
+        ("mixtral", "experts.act_fn", torch.nn.GELU()),
+        ("qwen3_next", "shared_expert.act_fn", torch.nn.ReLU()),
+        ("deepseek_v3", "gate.routed_scaling_factor", 1.0),
+        ("glm4_moe", "gate.num_group", 2),
+        ("glm4_moe", "gate.topk_group", 1),
+    ],
+)
+def test_a_block_that_computes_something_else_than_its_config_is_refused(family, name, value):
+    block = block_of(family)
+    part, attribute = name.split(".")
+    setattr(getattr(block, part), attribute, value)
+    with pytest.raises(ValueError, match=f"{attribute} of .* must be .* as its config says"):
+        kind_of(family).from_hf(block, copy=True)
+
+
+def test_a_dense_layer_is_refused():
+    dense = hf_models.model("deepseek_v3", first_k_dense_replace=1).model.layers[0].mlp
+    with pytest.raises(ValueError, match="block must have experts.*got DeepseekV3MLP without"):
+        MoESharedExpert.from_hf(dense)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
+def test_experts_of_another_dtype_are_refused(dtype):
+    block = block_of("mixtral").to(dtype)
+    with pytest.raises(ValueError, match=rf"block\.experts must be .* got {dtype}; .*docs/fp8\.md"):
+        MoE.from_hf(block)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@torch.no_grad()
+def test_no_shared_experts_are_a_plain_layer():
+    pytest.importorskip("transformers")
+    block = hf_models.model("deepseek_v3", n_shared_experts=0).model.layers[1].mlp
+    x = clear_tokens(block)
+    torch.testing.assert_close(MoE.from_hf(block)(x), output(block, x))
+    with pytest.raises(ValueError, match=r"use tileops\.nn\.MoE$"):
+        MoESharedExpert.from_hf(block)
 
 
 def test_blocks_of_the_other_kind_are_refused():
@@ -241,6 +310,18 @@ def test_what_must_be_float32_stays_so():
     moved = module.to("meta")
     assert {w.device.type for w in moved.state_dict().values()} == {"meta"}
     assert moved.correction_bias.dtype == torch.float32
+
+
+def test_a_float32_router_is_no_part_of_autocast(target, device):
+    module = grouped(device=device, target=target, dtype=torch.bfloat16)
+    x = torch.randn(2, 3, H, device=device).bfloat16()
+    want = module.router(x)
+    compiled = torch.compile(module.router, fullgraph=True, backend="eager")
+    with torch.autocast(device, dtype=torch.bfloat16):
+        for logits in (module.router(x), compiled(x)):
+            assert logits.dtype == torch.float32
+            assert torch.equal(logits, want)
+        assert module(x).dtype == x.dtype
 
 
 def test_a_router_of_the_modules_dtype():

@@ -316,6 +316,12 @@ def test_names_of_transformers_are_taken(name):
         register(name)
 
 
+@pytest.mark.parametrize(("name", "error"), [("", ValueError), (None, TypeError), (3, TypeError)])
+def test_names_that_are_none_are_refused(name, error):
+    with pytest.raises(error, match=f"name must be a str that is not empty, got {name!r}"):
+        register(name)
+
+
 @pytest.mark.parametrize("found", [None, "4.57.6", "5.7.1"])
 def test_transformers_that_cannot_do_it_is_named(found, monkeypatch):
     def version(package):

@@ -1,6 +1,7 @@
 """The benchmark inside Transformers, on a model of tiny sizes."""
 
 import json
+import re
 
 import pytest
 
@@ -50,12 +51,8 @@ def test_rows_of_every_part(kernels, device, tmp_path, capsys):
 
 
 def test_a_failure_is_a_row_and_the_exit_status(monkeypatch, capsys):
-    forward = FusedMoEExpertsFwdOp.forward
-
     def fail(self, *args):
-        if self.target != "reference":
-            raise ValueError("no such expert\nand more")
-        return forward(self, *args)
+        raise ValueError("no such expert\nand more")
 
     monkeypatch.setattr(FusedMoEExpertsFwdOp, "forward", fail)
     assert run("--by", "tileops", "eager") == 1
@@ -68,14 +65,37 @@ def test_a_wrong_result_shows(monkeypatch, tmp_path):
     forward = FusedMoEExpertsFwdOp.forward
 
     def doubled(self, output, *args):
-        result = forward(self, output, *args)
-        return result if self.target == "reference" else result.mul_(2)
+        return forward(self, output, *args).mul_(2)
 
     monkeypatch.setattr(FusedMoEExpertsFwdOp, "forward", doubled)
     file = tmp_path / "speed.json"
     run("--by", "tileops", "--json", str(file))
     errors = [r["error"] for r in json.loads(file.read_text())["rows"] if r["part"] == "experts"]
     assert errors == pytest.approx([1, 1], abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--by", "tileops", "grouped_nm"], "--by must be of .*grouped_mm.*, got grouped_nm"),
+        (["--json", "no_such_folder/speed.json"], "--json must be in a folder that exists"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_the_model_is_built(
+    arguments, message, monkeypatch, capsys
+):
+    monkeypatch.setattr(transformers_speed, "build", None)
+    with pytest.raises(SystemExit, match="2"):
+        run(*arguments)
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_difference_below_the_noise_is_no_time():
+    spans = iter([-1.0, *range(24)])  # the first one says to take them all
+    assert transformers_speed._positive_median(lambda: next(spans)) == 11
+    with pytest.raises(RuntimeError, match="not measured"):
+        transformers_speed._positive_median(lambda: -1.0)
 
 
 def test_the_layer_is_the_published_one():

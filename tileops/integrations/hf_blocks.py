@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from tileops import check
+from tileops.integrations.transformers import activation_of
+
 ACTIVATIONS = {
     "silu": "silu_and_mul",
     "swish": "silu_and_mul",
@@ -49,6 +52,9 @@ def _olmoe(config: Any) -> dict[str, Any]:
 
 
 def _deepseek(config: Any) -> dict[str, Any]:
+    shared = {}
+    if config.n_shared_experts:
+        shared["shared_size"] = config.moe_intermediate_size * config.n_shared_experts
     return {
         "ffn_size": config.moe_intermediate_size,
         "num_experts": config.n_routed_experts,
@@ -59,7 +65,7 @@ def _deepseek(config: Any) -> dict[str, Any]:
         "topk_group": config.topk_group,
         "correction_bias": True,
         "router_dtype": torch.float32,
-        "shared_size": config.moe_intermediate_size * config.n_shared_experts,
+        **shared,
     }
 
 
@@ -120,6 +126,69 @@ def settings(config: Any) -> dict[str, Any]:
     return found
 
 
+def config_and_dtype(kind: str, block: Any) -> tuple[Any, torch.dtype]:
+    """Return the config of a block and the dtype of its experts' weights.
+
+    Raises:
+        ValueError: If it has no packed experts, or none of a dtype that the modules have.
+    """
+    experts: Any = getattr(block, "experts", None)
+    if not hasattr(experts, "gate_up_proj") or not hasattr(experts, "config"):
+        raise ValueError(
+            f"{kind}: block must have experts with a config and a gate_up_proj, got "
+            f"{type(block).__name__} without; leave the dense layers of a model as they are, and "
+            f"load quantised experts dequantised"
+        )
+    dtype = experts.gate_up_proj.dtype
+    if dtype not in check.FLOATS:
+        raise ValueError(
+            f"{kind}: weights of block.experts must be one of {list(check.FLOATS)}, got {dtype}; "
+            f"convert them, or see docs/fp8.md for FP8 weights with their scales"
+        )
+    return experts.config, dtype
+
+
+def check_settings(kind: str, block: Any, wanted: dict[str, Any]) -> None:
+    """Check that a block computes what its config says.
+
+    Args:
+        kind: The module's class, for the messages.
+        block: The block.
+        wanted: What `settings` makes of the config.
+
+    Raises:
+        ValueError: If an attribute of the block, or of a part of it, was set to something else.
+    """
+    named = {
+        "top_k": "top_k",
+        "norm_topk_prob": "renormalize",
+        "routed_scaling_factor": "routed_scaling_factor",
+        "num_group": "num_expert_group",
+        "n_group": "num_expert_group",
+        "topk_group": "topk_group",
+    }
+    router, activation = _router(block), wanted["activation"]
+    found = [
+        (f"{where}.{name}", getattr(part, name), wanted[setting])
+        for where, part in (("block", block), ("router", router))
+        for name, setting in named.items()
+        if setting in wanted and hasattr(part, name)
+    ]
+    if activation == "swigluoai":
+        experts = block.experts
+        found += [("experts.alpha", experts.alpha, 1.702), ("experts.limit", experts.limit, 7.0)]
+    else:
+        found.append(("experts.act_fn", activation_of(block.experts.act_fn), activation))
+    if (shared := _shared(block)) is not None:
+        found.append(("shared expert's act_fn", activation_of(shared.act_fn), "silu_and_mul"))
+    for name, got, expected in found:
+        if got != expected:
+            raise ValueError(
+                f"{kind}: {name} of {type(block).__name__} must be {expected!r}, as its config "
+                f"says, got {got!r}; set the config and the block alike"
+            )
+
+
 def state(
     kind: str, block: Any, wanted: dict[str, torch.Tensor], copy: bool
 ) -> dict[str, torch.Tensor]:
@@ -163,8 +232,7 @@ def _copy(part: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def _parts(block: Any) -> dict[str, tuple[Any, ...]]:
     """Return for each weight of a module the tensors of a block whose rows make it up."""
-    router = block.gate if hasattr(block, "gate") else block.router
-    experts = block.experts
+    router, experts = _router(block), block.experts
     w_gate_up, w_down = experts.gate_up_proj, experts.down_proj
     if getattr(experts, "is_transposed", False):
         w_gate_up, w_down = w_gate_up.transpose(1, 2), w_down.transpose(1, 2)
@@ -177,10 +245,22 @@ def _parts(block: Any) -> dict[str, tuple[Any, ...]]:
         "b_gate_up": (getattr(experts, "gate_up_proj_bias", None),),
         "b_down": (getattr(experts, "down_proj_bias", None),),
     }
-    for name in ("shared_expert", "shared_experts"):
-        if (shared := getattr(block, name, None)) is not None:
-            parts["shared_w_gate_up"] = shared.gate_proj.weight, shared.up_proj.weight
-            parts["shared_w_down"] = (shared.down_proj.weight,)
+    if (shared := _shared(block)) is not None:
+        parts["shared_w_gate_up"] = shared.gate_proj.weight, shared.up_proj.weight
+        parts["shared_w_down"] = (shared.down_proj.weight,)
     if (gate := getattr(block, "shared_expert_gate", None)) is not None:
         parts["shared_gate.weight"] = (gate.weight,)
     return parts
+
+
+def _router(block: Any) -> Any:
+    return block.gate if hasattr(block, "gate") else block.router
+
+
+def _shared(block: Any) -> Any:
+    """Return the shared expert, or None; with `n_shared_experts=0` the blocks have an empty one."""
+    for name in ("shared_expert", "shared_experts"):
+        shared = getattr(block, name, None)
+        if shared is not None and shared.gate_proj.weight.shape[0] > 0:
+            return shared
+    return None

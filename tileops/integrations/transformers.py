@@ -41,8 +41,12 @@ def register(name: str = "tileops", *, target: str | None = None) -> None:
 
     Raises:
         ImportError: If Transformers is missing, or older than 5.8.
-        ValueError: If another implementation has that name, or no target has `target`'s.
+        TypeError: If the name is no str.
+        ValueError: If the name is empty or another implementation's, or no target has `target`'s.
     """
+    if not isinstance(name, str) or not name:
+        kind = ValueError if name == "" else TypeError
+        raise kind(f"register: name must be a str that is not empty, got {name!r}")
     interface, gates = _transformers()
     known = "eager" if name == "eager" else interface.ALL_EXPERTS_FUNCTIONS.get(name)
     if known is not None and getattr(known, "__module__", None) != __name__:

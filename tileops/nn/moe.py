@@ -69,6 +69,7 @@ class MoE(nn.Module):
     correction_bias: torch.Tensor | None
     _op_class: Callable[..., Op] = FusedMoEFwdOp
     _shared = False
+    _returns_pair = False
 
     def __init__(
         self,
@@ -148,14 +149,15 @@ class MoE(nn.Module):
             hidden_states: `[..., H]` in the dtype of the weights, any leading dimensions.
 
         Returns:
-            A tensor of the same shape and dtype.
+            A tensor of the same shape and dtype; with None beside it if the module was made from a
+            block of gpt-oss, whose model takes a pair.
 
         Raises:
             ValueError: If the tokens have the wrong shape or dtype; what else the op says.
             RuntimeError: If a tensor requires grad under grad mode.
         """
         tokens = self._tokens(hidden_states)
-        return self.op(
+        out = self.op(
             tokens,
             self.router(tokens),
             self.w_gate_up,
@@ -164,6 +166,9 @@ class MoE(nn.Module):
             self.b_gate_up,
             self.b_down,
         ).view(hidden_states.shape)
+        if self._returns_pair:
+            return out, None  # type: ignore[return-value]
+        return out
 
     def _tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Check the tokens before the router's product, and view them as a matrix."""
@@ -235,19 +240,25 @@ class MoE(nn.Module):
           [convert_transposed_experts][tileops.integrations.transformers.convert_transposed_experts];
         - a router or correction bias in half precision that must be float32 here.
 
+        A module made from a block of gpt-oss returns the output and None, in the place of the
+        router's scores, since that model unpacks two values.
+
         Args:
             block: As `model.model.layers[i].mlp`, with its `experts` and its `gate` or `router`.
             copy: Allow copies of the weights whose layouts disagree.
             target: As in the constructor.
 
         Raises:
-            ValueError: As `from_config`; or if a weight would be copied without `copy=True`.
+            ValueError: As `from_config`; if the block has no packed experts, computes something
+                else than its config says, or has weights of a dtype that the op does not take; or
+                if a weight would be copied without `copy=True`.
         """
-        experts: Any = block.experts
-        dtype = experts.gate_up_proj.dtype
-        module = cls.from_config(experts.config, target=target, device="meta", dtype=dtype)
+        config, dtype = hf_blocks.config_and_dtype(cls.__name__, block)
+        module = cls.from_config(config, target=target, device="meta", dtype=dtype)
+        hf_blocks.check_settings(cls.__name__, block, hf_blocks.settings(config))
         state = hf_blocks.state(cls.__name__, block, module.state_dict(), copy)
         module.load_state_dict(state, assign=True)
+        module._returns_pair = config.model_type == "gpt_oss"
         return module.train(block.training)
 
 
@@ -258,6 +269,10 @@ class _Float32Linear(nn.Linear):
         super().__init__(*sizes, bias=bias, device=device, dtype=torch.float32)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        kind = input.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                return super().forward(input.float())
         return super().forward(input.float())
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
