@@ -125,3 +125,20 @@ def misplaced(name: str, x: torch.Tensor) -> str | None:
         f"{name}: every row must start on a 16-byte word, got {x.dtype}, strides {x.stride()}, "
         f"address {x.data_ptr():#x}"
     )
+
+
+def unfit(tensors: dict[str, torch.Tensor], expanded: bool = True) -> str | None:
+    """Say why one of these tensors cannot be an operand of 16-byte words.
+
+    Args:
+        tensors: By their names.
+        expanded: Whether dimensions of stride 0 are taken, as descriptors of TMA do not.
+    """
+    for name, x in tensors.items():
+        if (reason := misplaced(name, x)) is not None:
+            return reason
+        if not expanded and any(
+            size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True)
+        ):
+            return f"{name}: expanded dimensions (of stride 0) are not taken, got {x.stride()}"
+    return None

@@ -20,7 +20,7 @@ from tileops.kernels.cuda.device import (
     current,
     dtype_name,
     jit,
-    misplaced,
+    unfit,
     wrong_device,
 )
 from tileops.kernels.cuda.grouped_gemm_tiles import COUNT, END, EXPERT, FIELDS, FIRST
@@ -344,10 +344,7 @@ def refuse(
         return f"takes bfloat16 and float16, got {a.dtype}: target='reference' takes it"
     if a.shape[1] == 0:
         return "takes weights with a column at least, got none"
-    for name, x in {"rows": a, "packed weights": b}.items():
-        if (reason := misplaced(name, x)) is not None:
-            return reason
-    return None
+    return unfit({"rows": a, "packed weights": b})
 
 
 def moe_grouped_gemm_int_fwd(

@@ -13,7 +13,7 @@ import tilelang.language as T
 import torch
 
 from tileops.kernels.cuda.activations import sigmoid
-from tileops.kernels.cuda.device import UNCHECKED, current, dtype_name, jit, misplaced, wrong_device
+from tileops.kernels.cuda.device import UNCHECKED, current, dtype_name, jit, unfit, wrong_device
 from tileops.kernels.cuda.post_permute import moe_post_permute_fwd
 
 WARP = 32
@@ -283,10 +283,7 @@ def refuse(
         "w_down": w_down,
         "output": out,
     }
-    for name, x in tensors.items():
-        if (reason := misplaced(name, x)) is not None:
-            return reason
-    return None
+    return unfit(tensors)
 
 
 def indexed_expert_mlp_fwd(

@@ -13,7 +13,7 @@ import tilelang.language as T
 import torch
 
 from tileops.kernels.cuda.activations import sigmoid
-from tileops.kernels.cuda.device import current, dtype_name, jit, misplaced, sm_count, wrong_device
+from tileops.kernels.cuda.device import current, dtype_name, jit, sm_count, unfit, wrong_device
 from tileops.kernels.cuda.indexed_experts import (
     CONFIG,
     MAX_ROUTES,
@@ -324,10 +324,7 @@ def refuse(
         "w_down": w_down,
         "output": out,
     }
-    for name, x in tensors.items():
-        if (reason := misplaced(name, x)) is not None:
-            return reason
-    return None
+    return unfit(tensors)
 
 
 def fused_moe_experts_fp8_fwd(

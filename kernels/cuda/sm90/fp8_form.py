@@ -3,27 +3,22 @@
 from dataclasses import dataclass
 
 from tileops.kernels.cuda.activations import GATED
+from tileops.kernels.cuda.sm90.tile import (
+    CHUNK,
+    HALF,
+    MATH_GROUPS,
+    STEP,
+    WARP,
+    WARPGROUP,
+    WEIGHTS,
+)
 
-WARP, WARPGROUP = 32, 128
-MATH_GROUPS = 2
-MATH_THREADS = MATH_GROUPS * WARPGROUP
-HALF = 64
-"""Rows of the tall operand of one tensor core instruction; columns of a span of results."""
-WEIGHTS = MATH_GROUPS * 2 * HALF
-"""Rows of weights of a tile: each math warpgroup has 128 of them, gate rows and then their up rows
-if there are any."""
-STEP = 16
-"""Rows that are loaded, and whose results are turned, at a time; a warp's rows of a high tile."""
-CHUNK = 2 * STEP
-"""Rows of results of a low tile that are staged at a time."""
 LOW, HIGH = 64, 128
 """Most rows of a low tile and of a high one."""
 DEPTH = 128
 """Columns of a block, which share a scale: the bytes of one swizzled row of shared memory."""
 VECTOR = 16
 """FP8 numbers of the 16 bytes that a thread moves at a time."""
-LINE = DEPTH // VECTOR
-"""Vectors in such a row: what descriptors of shared memory count in."""
 SCALES = HIGH + 2 * MATH_GROUPS
 """Scales of a stage: of the rows, of each warpgroup's gate rows, of its up rows."""
 

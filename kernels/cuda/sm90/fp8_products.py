@@ -8,18 +8,20 @@ import tilelang.language as T
 
 from tileops.kernels.cuda.grouped_gemm_tiles import GRAIN
 from tileops.kernels.cuda.sm90.fp8_form import (
-    HALF,
     HIGH,
-    LINE,
     LOW,
+    Form,
+)
+from tileops.kernels.cuda.sm90.moves import add_scaled, read_number
+from tileops.kernels.cuda.sm90.tile import (
+    HALF,
+    LINE,
     MATH_GROUPS,
     STEP,
     WARP,
     WARPGROUP,
     WEIGHTS,
-    Form,
 )
-from tileops.kernels.cuda.sm90.moves import add_scaled, read_number
 
 
 def products(form: Form):

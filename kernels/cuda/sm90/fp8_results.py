@@ -9,15 +9,9 @@ import tilelang.language as T
 
 from tileops.kernels.cuda.activations import activated, gated
 from tileops.kernels.cuda.sm90.fp8_form import (
-    CHUNK,
     DEPTH,
-    HALF,
     HIGH,
     LOW,
-    MATH_THREADS,
-    STEP,
-    WARP,
-    WARPGROUP,
     Form,
 )
 from tileops.kernels.cuda.sm90.moves import (
@@ -26,6 +20,14 @@ from tileops.kernels.cuda.sm90.moves import (
     store_rows,
     store_turned,
     turned_bytes,
+)
+from tileops.kernels.cuda.sm90.tile import (
+    CHUNK,
+    HALF,
+    MATH_THREADS,
+    STEP,
+    WARP,
+    WARPGROUP,
 )
 
 LARGEST = 448.0

@@ -12,7 +12,7 @@ products of gate and up.
 
 import torch
 
-from tileops.kernels.cuda.device import current, misplaced, wrong_device
+from tileops.kernels.cuda.device import current, unfit, wrong_device
 from tileops.kernels.cuda.grouped_gemm_tiles import grouped_gemm_tiles
 from tileops.kernels.cuda.place_routes import place
 from tileops.kernels.cuda.post_permute import moe_post_permute_fwd
@@ -56,20 +56,9 @@ def refuse(
     if topk_ids.numel() * ffn > MAX_SPAN:
         return f"takes routes times F up to 2**34, got {topk_ids.numel()} times {ffn}"
     gate, up = gate_and_up(w_gate_up, activation)
-    tensors = {
-        "hidden_states": hidden_states,
-        "gate rows of w_gate_up": gate,
-        "up rows of w_gate_up": up,
-        "w_down": w_down,
-        "output": out,
-    }
-    for name, x in tensors.items():
-        if (reason := misplaced(name, x)) is not None:
-            return reason
-    for name, x in {"w_gate_up": w_gate_up, "w_down": w_down}.items():
-        if any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True)):
-            return f"{name}: expanded dimensions (of stride 0) are not taken, got {x.stride()}"
-    return None
+    tokens = {"hidden_states": hidden_states, "output": out}
+    weights = {"gate rows of w_gate_up": gate, "up rows of w_gate_up": up, "w_down": w_down}
+    return unfit(tokens) or unfit(weights, expanded=False)
 
 
 def fused_moe_experts_fwd(

@@ -7,7 +7,7 @@ activated rows exist as bytes only.
 
 import torch
 
-from tileops.kernels.cuda.device import current, misplaced, wrong_device
+from tileops.kernels.cuda.device import current, unfit, wrong_device
 from tileops.kernels.cuda.grouped_gemm_tiles import grouped_gemm_tiles
 from tileops.kernels.cuda.place_routes import place
 from tileops.kernels.cuda.post_permute import moe_post_permute_fwd
@@ -51,20 +51,9 @@ def refuse(
             f"{tuple(hidden_states.shape)}, {topk_ids.numel()} routes and F = {ffn}"
         )
     gate, up = gate_and_up(w_gate_up, activation)
-    tensors = {
-        "hidden_states": hidden_states,
-        "gate rows of w_gate_up": gate,
-        "up rows of w_gate_up": up,
-        "w_down": w_down,
-        "output": out,
-    }
-    for name, x in tensors.items():
-        if (reason := misplaced(name, x)) is not None:
-            return reason
-    for name, x in {"w_gate_up": w_gate_up, "w_down": w_down}.items():
-        if any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True)):
-            return f"{name}: expanded dimensions (of stride 0) are not taken, got {x.stride()}"
-    return None
+    tokens = {"hidden_states": hidden_states, "output": out}
+    weights = {"gate rows of w_gate_up": gate, "up rows of w_gate_up": up, "w_down": w_down}
+    return unfit(tokens) or unfit(weights, expanded=False)
 
 
 def fused_moe_experts_fp8_fwd(

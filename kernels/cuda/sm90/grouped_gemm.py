@@ -2,7 +2,7 @@
 
 import torch
 
-from tileops.kernels.cuda.device import current, misplaced, wrong_device
+from tileops.kernels.cuda.device import current, unfit, wrong_device
 from tileops.kernels.cuda.grouped_gemm_tiles import grouped_gemm_tiles
 from tileops.kernels.cuda.sm90.configs import pick_gemm
 from tileops.kernels.cuda.sm90.multiply_tiles import MAX_SPAN, multiply_tiles
@@ -64,9 +64,4 @@ def refuse(
     if (a.shape[-2] - 1) * a.stride(-2) >= MAX_SPAN:
         return f"a: takes rows that span less than 2**34 elements, got strides {a.stride()}"
     weights = {"b": gate} if up is None else {"gate rows of b": gate, "up rows of b": up}
-    for name, x in {"a": a, **weights, "out": out}.items():
-        if (reason := misplaced(name, x)) is not None:
-            return reason
-        if any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True)):
-            return f"{name}: expanded dimensions (of stride 0) are not taken, got {x.stride()}"
-    return None
+    return unfit({"a": a, **weights, "out": out}, expanded=False)

@@ -11,28 +11,19 @@ and store. TMA fills with zeros what lies past the end of a dimension, so widths
 multiples of a block.
 """
 
-import tilelang
 import tilelang.language as T
 import torch
 from tilelang.layout import make_full_bank_swizzled_layout
 
 from tileops.kernels.cuda.activations import GATED, activated, gated
-from tileops.kernels.cuda.device import (
-    UNCHECKED,
-    dtype_name,
-    jit,
-    sm_count,
-)
+from tileops.kernels.cuda.device import dtype_name, jit, sm_count
 from tileops.kernels.cuda.grouped_gemm_tiles import (
     COUNT,
     DONE,
-    END,
-    EXPERT,
     FIELDS,
-    FIRST,
-    GRAIN,
     NEARLY_DONE,
 )
+from tileops.kernels.cuda.sm90 import jobs
 from tileops.kernels.cuda.sm90.configs import GemmTile
 from tileops.kernels.cuda.sm90.moves import (
     CUDA,
@@ -42,46 +33,29 @@ from tileops.kernels.cuda.sm90.moves import (
     store_turned,
     wait_for,
 )
+from tileops.kernels.cuda.sm90.tile import (
+    CHUNK,
+    HALF,
+    LINE,
+    MATH_GROUPS,
+    MATH_THREADS,
+    STEP,
+    WARP,
+    WARPGROUP,
+    WEIGHTS,
+)
+from tileops.kernels.cuda.sm90.tile_products import products
 from tileops.moe.grouped_gemm import Activation
 
-WARP, WARPGROUP = 32, 128
-MATH_GROUPS = 2
-MATH_THREADS = MATH_GROUPS * WARPGROUP
-HALF = 64
-"""Rows of the tall operand of one tensor core instruction."""
-WEIGHTS = MATH_GROUPS * 2 * HALF
-"""Rows of weights of a tile, all of one matrix, or half of them gate rows and half up rows. Each
-math warpgroup has two halves: the one gate rows and the other their up rows, if there are any."""
-STEP = 16
-"""Rows that are loaded, and whose results are turned, at a time."""
-CHUNK = 2 * STEP
-"""Rows of results that are staged at a time, so that whole lines are stored."""
 DEPTH = 64
 """Columns loaded at a time: the 128 bytes of one swizzled row of shared memory."""
 VECTOR = 8
 """Half-precision numbers of the 16 bytes that a thread moves at a time."""
-LINE = DEPTH // VECTOR
-"""Vectors in such a row: what descriptors of shared memory count in."""
 MAX_SPAN = 2**34
 """Elements that the rows of a slab may span: an int32 counts them in vectors."""
 
-SWEEP_BYTES, MIN_SWEEP = 2**24, 4
-"""Of the row tiles that go through all columns together, so that what they read stays in L2: their
-size, and how many they are at least."""
 
-# Barriers are placed by hand: the automatic ones would join warps that never meet.
-CONFIG = {**UNCHECKED, tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True}
-
-
-def _locate(job, count, column_blocks, sweep):
-    """Return the line in the list of tiles and the block of columns that a job stands for."""
-    above = T.truncdiv(job, sweep * column_blocks) * sweep
-    height = T.min(sweep, count - above)
-    within = job - above * column_blocks
-    return 1 + above + T.truncmod(within, height), T.truncdiv(within, height)
-
-
-@jit(pass_configs=CONFIG)
+@jit(pass_configs=jobs.CONFIG)
 def build(
     dtype: str,
     out_dtype: str,
@@ -129,7 +103,8 @@ def build(
     # that they come to their last job, and that they are done: a fence for each job costs more.
     tells, waits = role == "first", role == "second"
     hint = {"eviction_policy": "evict_first"} if streams else {}
-    operand = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
+    look_up = jobs.look_up(columns)
+    dispatch = products(dtype, own, apart, block_m, stages)
 
     slabs, a_rows, out_rows, num_sources = T.dynamic("G, A, M, S")
     num_experts, width, depth, num_lines = T.dynamic("E, N, K, lines")
@@ -143,18 +118,6 @@ def build(
     out_slab, out_row = T.dynamic("out_slab, out_row", T.int64)
 
     @T.macro
-    def look_up(tile, job, count, column_blocks, sweep, tiles):
-        """Set ``tile`` to a job's expert, first column, first row, end row and line of the list."""
-        line = T.alloc_var(T.int32)
-        place = _locate(job, count, column_blocks, sweep)
-        line = place[0]
-        tile[0] = tiles[line, EXPERT]
-        tile[1] = place[1] * columns
-        tile[2] = tiles[line, FIRST]
-        tile[3] = tiles[line, END]
-        tile[4] = line
-
-    @T.macro
     def find_rows(found, tile, sources, member):
         """Set ``found`` to the rows of ``a`` that a thread loads, -1 past the end of the tile."""
         for i in T.unroll(passes):
@@ -162,75 +125,6 @@ def build(
             found[i] = -1
             if row < tile[3]:
                 found[i] = sources[row] if gathers else row
-
-    @T.macro
-    def multiply(wide: int, acc, w_desc, a_desc, full, empty, turn, steps):
-        """Multiply a tile of ``wide`` rows, whose first stage is number ``turn`` of all.
-
-        Of a tile of 0 rows the stages are only handed back.
-        """
-        first = T.get_thread_binding() // WARPGROUP * own
-        slot = T.alloc_var(T.int32)
-        before = T.alloc_var(T.int32)
-        phase = T.alloc_var(T.int32)
-        slot = T.truncmod(turn, stages)
-        phase = T.truncdiv(turn, stages) & 1
-        before = slot
-        for k in T.unroll(steps, unroll_factor=1):
-            T.barrier_wait(full[slot], phase)
-            if wide > 0:
-                T.fence_proxy_async()  # rows came through the other path to shared memory
-                for half in (0, 1):
-                    T.warpgroup_fence_operand(acc, half * block_m // 2, wide // 2)
-                T.warpgroup_arrive()
-            for ki in (0, 1, 2, 3) if wide > 0 else ():
-                for half in (0, 1):
-                    T.ptx_wgmma_ss(
-                        T.float32,
-                        f"m{HALF}n{wide}k16",
-                        True,
-                        True,
-                        operand,
-                        operand,
-                        "fp32",
-                        w_desc.data,
-                        slot * (WEIGHTS * LINE) + (first + half * apart) * LINE + ki * 2,
-                        a_desc.data,
-                        slot * (block_m * LINE) + ki * 2,
-                        acc.data,
-                        half * block_m // 2,
-                        T.Select(k > 0, 1, 0) if ki == 0 else 1,
-                        1,
-                        1,
-                    )
-            if wide > 0:
-                T.warpgroup_commit_batch()
-                for half in (0, 1):
-                    T.warpgroup_fence_operand(acc, half * block_m // 2, wide // 2)
-                # one multiplication stays in flight: the stage before it is free
-                T.wait_wgmma(1)
-            if k > 0 and T.shuffle_elect(WARP):
-                T.barrier_arrive(empty[before])
-            before = slot
-            phase = phase ^ T.Select(slot == stages - 1, 1, 0)
-            slot = T.Select(slot == stages - 1, 0, slot + 1)
-        if wide > 0:
-            T.wait_wgmma(0)
-            for half in (0, 1):
-                T.warpgroup_fence_operand(acc, half * block_m // 2, wide // 2)
-        if T.shuffle_elect(WARP):
-            T.barrier_arrive(empty[before])
-
-    @T.macro
-    def dispatch(wide: int, height, *args):
-        """Multiply a tile as wide as it is."""
-        if wide < block_m:
-            if height <= wide:
-                multiply(wide, *args)
-            else:
-                dispatch(wide + GRAIN, height, *args)
-        else:
-            multiply(wide, *args)
 
     @T.macro
     def finish(value, acc, bias, at, alpha, beta, limit):
@@ -299,7 +193,7 @@ def build(
                 T.pdl_sync()
             T.pdl_trigger()
             count = tiles[0, COUNT]
-            jobs = count * column_blocks
+            num_jobs = count * column_blocks
 
             if thread >= MATH_THREADS:
                 T.set_max_nreg(56, 0)
@@ -324,13 +218,18 @@ def build(
                     safe = T.truncdiv(safe, sweep_before * blocks_before) * sweep_before
                     wait_for(tiles[0, NEARLY_DONE], num_blocks)
                 # Rows are looked up one tile early and tiles two, so that no load waits for them.
-                if jobs > 0:
-                    look_up(tile, T.min(job, jobs - 1), count, column_blocks, sweep, tiles)
+                if num_jobs > 0:
+                    look_up(tile, T.min(job, num_jobs - 1), count, column_blocks, sweep, tiles)
                     find_rows(found, tile, sources, member)
                     look_up(
-                        after, T.min(job + num_blocks, jobs - 1), count, column_blocks, sweep, tiles
+                        after,
+                        T.min(job + num_blocks, num_jobs - 1),
+                        count,
+                        column_blocks,
+                        sweep,
+                        tiles,
                     )
-                while job < jobs:
+                while job < num_jobs:
                     expert = tile[0]
                     column = tile[1]
                     line = tile[4]
@@ -340,7 +239,7 @@ def build(
                     for i in T.unroll(5):
                         tile[i] = after[i]
                     find_rows(found, tile, sources, member)
-                    later = T.min(job + 2 * num_blocks, jobs - 1)
+                    later = T.min(job + 2 * num_blocks, num_jobs - 1)
                     look_up(after, later, count, column_blocks, sweep, tiles)
                     job = job + num_blocks
                     if waits and line > safe:
@@ -352,7 +251,7 @@ def build(
                         if tells and k == steps - 1 and member < WARP:
                             if number > 0:
                                 T.barrier_wait(stored[0], (number - 1) & 1)
-                            if job >= jobs and T.shuffle_elect(WARP):
+                            if job >= num_jobs and T.shuffle_elect(WARP):
                                 count_up(tiles[0, NEARLY_DONE])
                         T.barrier_wait(empty[slot], phase)
                         for part in tuple(range(parts)):
@@ -412,9 +311,9 @@ def build(
                 turned_col = member // WARP * 16 + lane // 8 % 2 * 8
                 number = 0
                 job = start
-                if job < jobs:
+                if job < num_jobs:
                     look_up(after, job, count, column_blocks, sweep, tiles)
-                while job < jobs:
+                while job < num_jobs:
                     expert = after[0]
                     column = after[1] + group * own
                     first = after[2]
@@ -435,7 +334,7 @@ def build(
                             elif up_biased != 0:
                                 bias[i] = up_bias[expert, T.min(at, width - 1)]
                     dispatch(0, height, acc, w_desc, a_desc, full, empty, number * steps, steps)
-                    later = T.min(job + num_blocks, jobs - 1)
+                    later = T.min(job + num_blocks, num_jobs - 1)
                     look_up(after, later, count, column_blocks, sweep, tiles)
                     for c in T.unroll(block_m // CHUNK):
                         if c * CHUNK < height:
@@ -486,19 +385,6 @@ def build(
     return grouped_gemm
 
 
-def _view(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x``; a dimension of size 1 gets a stride that a TMA descriptor takes."""
-    if 1 not in x.shape:
-        return x
-    steps = [8 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True)]
-    return x.as_strided(x.shape, (*steps[:-1], x.stride(-1)))
-
-
-def _slabs(x: torch.Tensor) -> torch.Tensor:
-    """View expert rows, a matrix or slabs, as slabs."""
-    return _view(x if x.ndim == 3 else x.unsqueeze(0))
-
-
 def multiply_tiles(
     a: torch.Tensor,
     sources: torch.Tensor | None,
@@ -537,8 +423,8 @@ def multiply_tiles(
         a, gate = a.new_zeros(*a.shape[:-1], 8), gate.new_zeros(*gate.shape[:-1], 8)
         up = None if up is None else gate
     some_bias = up_bias if gate_bias is None else gate_bias
-    a = _slabs(a)
-    sweep = max(MIN_SWEEP, SWEEP_BYTES // (tile.block_m * 2 * a.shape[-1]))
+    a = jobs.view(jobs.slabs(a))
+    sweep = jobs.sweep(tile.block_m, 2 * a.shape[-1])
     kernel = build(
         dtype_name(a),
         dtype_name(out),
@@ -552,11 +438,11 @@ def multiply_tiles(
     kernel(
         a,
         sources,
-        _view(gate),
-        None if up is None else _view(up),
+        jobs.view(gate),
+        None if up is None else jobs.view(up),
         some_bias,
         None if up is None else some_bias if up_bias is None else up_bias,
-        _slabs(out),
+        jobs.view(jobs.slabs(out)),
         tiles,
         a.stride(1) // VECTOR,
         sm_count(a.device),

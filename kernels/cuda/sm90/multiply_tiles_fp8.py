@@ -9,36 +9,25 @@ as it is. Of a high one the rows are, in two halves: a thread then has two rows 
 scale of others. `fp8_products` has both, `fp8_results` what follows.
 """
 
-import tilelang
 import tilelang.language as T
 import torch
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from tileops.kernels.cuda.device import UNCHECKED, dtype_name, jit, sm_count
+from tileops.kernels.cuda.device import dtype_name, jit, sm_count
 from tileops.kernels.cuda.grouped_gemm_tiles import (
     COUNT,
     DONE,
-    END,
-    EXPERT,
     FIELDS,
-    FIRST,
     NEARLY_DONE,
 )
+from tileops.kernels.cuda.sm90 import jobs
 from tileops.kernels.cuda.sm90.configs import GemmTile
 from tileops.kernels.cuda.sm90.fp8_form import (
     DEPTH,
-    HALF,
     HIGH,
-    LINE,
     LOW,
-    MATH_GROUPS,
-    MATH_THREADS,
     SCALES,
-    STEP,
     VECTOR,
-    WARP,
-    WARPGROUP,
-    WEIGHTS,
     Form,
 )
 from tileops.kernels.cuda.sm90.fp8_products import products
@@ -51,26 +40,23 @@ from tileops.kernels.cuda.sm90.moves import (
     load_rows,
     wait_for,
 )
+from tileops.kernels.cuda.sm90.tile import (
+    HALF,
+    LINE,
+    MATH_GROUPS,
+    MATH_THREADS,
+    STEP,
+    WARP,
+    WARPGROUP,
+    WEIGHTS,
+)
 from tileops.moe.grouped_gemm import Activation
 
 MAX_SPAN = 2**35
 """Bytes that the rows of a slab may span: an int32 counts them in vectors."""
 
-SWEEP_BYTES, MIN_SWEEP = 2**24, 4
-"""As in `multiply_tiles`."""
 
-CONFIG = {**UNCHECKED, tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True}
-
-
-def _locate(job, count, column_blocks, sweep):
-    """Return the line in the list of tiles and the block of columns that a job stands for."""
-    above = T.truncdiv(job, sweep * column_blocks) * sweep
-    height = T.min(sweep, count - above)
-    within = job - above * column_blocks
-    return 1 + above + T.truncmod(within, height), T.truncdiv(within, height)
-
-
-@jit(pass_configs=CONFIG)
+@jit(pass_configs=jobs.CONFIG)
 def build(
     out_dtype: str,
     bias_dtype: str,
@@ -95,6 +81,7 @@ def build(
     """
     form = Form(out_dtype, bias_dtype != "none", activation, role, stages)
     multiply, store = products(form), results(form)
+    look_up = jobs.look_up(form.columns)
     bias_dtype = bias_dtype if form.has_bias else "float32"
     parts, columns, own = form.parts, form.columns, form.own
     passes = HIGH // STEP
@@ -121,18 +108,6 @@ def build(
         "gate_bias_expert, gate_bias_row, up_bias_expert, up_bias_row", T.int64
     )
     out_slab, out_row = T.dynamic("out_slab, out_row", T.int64)
-
-    @T.macro
-    def look_up(tile, job, count, column_blocks, sweep, tiles):
-        """Set ``tile`` to a job's expert, first column, first row, end row and line of the list."""
-        line = T.alloc_var(T.int32)
-        place = _locate(job, count, column_blocks, sweep)
-        line = place[0]
-        tile[0] = tiles[line, EXPERT]
-        tile[1] = place[1] * columns
-        tile[2] = tiles[line, FIRST]
-        tile[3] = tiles[line, END]
-        tile[4] = line
 
     @T.macro
     def find_rows(found, tile, sources, member):
@@ -224,7 +199,7 @@ def build(
                 T.pdl_sync()
             T.pdl_trigger()
             count = tiles[0, COUNT]
-            jobs = count * column_blocks
+            num_jobs = count * column_blocks
 
             if thread >= MATH_THREADS:
                 T.set_max_nreg(56, 0)
@@ -253,13 +228,18 @@ def build(
                     safe = T.truncdiv(safe, sweep_before * blocks_before) * sweep_before
                     wait_for(tiles[0, NEARLY_DONE], num_blocks)
                 # Rows are looked up one tile early and tiles two, so that no load waits for them.
-                if jobs > 0:
-                    look_up(tile, T.min(job, jobs - 1), count, column_blocks, sweep, tiles)
+                if num_jobs > 0:
+                    look_up(tile, T.min(job, num_jobs - 1), count, column_blocks, sweep, tiles)
                     find_rows(found, tile, sources, member)
                     look_up(
-                        after, T.min(job + num_blocks, jobs - 1), count, column_blocks, sweep, tiles
+                        after,
+                        T.min(job + num_blocks, num_jobs - 1),
+                        count,
+                        column_blocks,
+                        sweep,
+                        tiles,
                     )
-                while job < jobs:
+                while job < num_jobs:
                     expert = tile[0]
                     column = tile[1]
                     first = tile[2]
@@ -272,7 +252,7 @@ def build(
                     for i in T.unroll(5):
                         tile[i] = after[i]
                     find_rows(found, tile, sources, member)
-                    later = T.min(job + 2 * num_blocks, jobs - 1)
+                    later = T.min(job + 2 * num_blocks, num_jobs - 1)
                     look_up(after, later, count, column_blocks, sweep, tiles)
                     job = job + num_blocks
                     scaled = T.truncdiv(column + member % MATH_GROUPS * own, scaled_rows)
@@ -286,7 +266,7 @@ def build(
                         if tells and k == steps - 1 and member < WARP:
                             if number > 0:
                                 T.barrier_wait(stored[0], (number - 1) & 1)
-                            if job >= jobs and T.shuffle_elect(WARP):
+                            if job >= num_jobs and T.shuffle_elect(WARP):
                                 count_up(tiles[0, NEARLY_DONE])
                         T.barrier_wait(empty[slot], phase)
                         # a warpgroup's weights are together: its gate rows, then their up rows
@@ -357,9 +337,9 @@ def build(
                 group = thread // WARPGROUP
                 number = 0
                 job = start
-                if job < jobs:
+                if job < num_jobs:
                     look_up(after, job, count, column_blocks, sweep, tiles)
-                while job < jobs:
+                while job < num_jobs:
                     expert = after[0]
                     column = after[1] + group * own
                     first = after[2]
@@ -367,7 +347,7 @@ def build(
                     slab = T.min(expert, slabs - 1)
                     rings = w_desc, a_desc, scale, full, empty
                     multiply(acc, height, *rings, number * steps, steps)
-                    later = T.min(job + num_blocks, jobs - 1)
+                    later = T.min(job + num_blocks, num_jobs - 1)
                     look_up(after, later, count, column_blocks, sweep, tiles)
                     place = expert, slab, column, first, height, width
                     biases = gate_bias, up_bias, gate_biased, up_biased
@@ -384,19 +364,6 @@ def build(
                 T.pdl_sync()
 
     return grouped_gemm_fp8
-
-
-def _view(x: torch.Tensor, step: int = VECTOR) -> torch.Tensor:
-    """Return ``x``; a dimension of size 1 gets a stride that a TMA descriptor takes."""
-    if 1 not in x.shape:
-        return x
-    steps = [step if size == 1 else s for size, s in zip(x.shape, x.stride(), strict=True)]
-    return x.as_strided(x.shape, (*steps[:-1], x.stride(-1)))
-
-
-def _slabs(x: torch.Tensor) -> torch.Tensor:
-    """View expert rows, a matrix or slabs, as slabs."""
-    return x if x.ndim == 3 else x.unsqueeze(0)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
@@ -446,8 +413,8 @@ def multiply_tiles_fp8(
     role = "second" if any(before) else "alone" if sources is None else "first"
     activation = activation or Activation("none")
     some_bias = up_bias if gate_bias is None else gate_bias
-    a, out = _slabs(a), _slabs(out)
-    sweep = max(MIN_SWEEP, SWEEP_BYTES // (tile.block_m * a.shape[-1]))
+    a, out = jobs.view(jobs.slabs(a)), jobs.view(jobs.slabs(out))
+    sweep = jobs.sweep(tile.block_m, a.shape[-1])
     kernel = build(
         "uint8" if out_scale is not None else dtype_name(out),
         "none" if some_bias is None else dtype_name(some_bias),
@@ -457,16 +424,16 @@ def multiply_tiles_fp8(
         tile.streams,
     )
     kernel(
-        _view(_bytes(a)),
-        _slabs(a_scale),
+        _bytes(a),
+        jobs.slabs(a_scale),
         sources,
-        _view(_bytes(gate)),
+        jobs.view(_bytes(gate)),
         gate_scale,
-        None if up is None else _view(_bytes(up)),
+        None if up is None else jobs.view(_bytes(up)),
         None if up is None else up_scale,
         some_bias,
         None if up is None else some_bias if up_bias is None else up_bias,
-        _view(out if out_scale is None else _bytes(out)),
+        out if out_scale is None else _bytes(out),
         out_scale,
         tiles,
         a.stride(1) // VECTOR,
