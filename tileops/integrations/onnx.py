@@ -6,16 +6,25 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tileops import moe, targets
+from tileops.integrations.onnx_values import (
+    must_be,
+    only,
+    read_dtype,
+    read_flag,
+    read_float,
+    read_int,
+    read_str,
+    to_numpy,
+    to_torch,
+)
 from tileops.moe.op import Op
 
 if TYPE_CHECKING:
@@ -23,72 +32,6 @@ if TYPE_CHECKING:
     from onnx.reference.op_run import OpRun
 
 MICROSOFT = "com.microsoft"
-_TORCH_NAMES = {"float32", "float16", "int32", "int64", "uint8", "int8"}
-
-
-def _kind(value: object) -> str:
-    """Return the kind of an attribute, as ONNX names it, by what the evaluator makes of its value.
-
-    It is told from the value because that of a function's attribute comes without another sign.
-    """
-    if isinstance(value, str):
-        return "STRING"
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        return "INT"
-    if isinstance(value, Real) and not isinstance(value, Integral):
-        return "FLOAT"
-    return type(value).__name__
-
-
-def _must_be(kind: str, value: object) -> None:
-    """Raise ValueError for another kind: a conversion would run a model that is invalid."""
-    if _kind(value) != kind:
-        raise ValueError(f"must be of kind {kind}, got {_kind(value)} {value}")
-
-
-def _int(value: Any) -> int:
-    _must_be("INT", value)
-    return int(value)
-
-
-def _float(value: Any) -> float:
-    _must_be("FLOAT", value)
-    return float(value)
-
-
-def _str(value: Any) -> str:
-    _must_be("STRING", value)
-    return value
-
-
-def _flag(value: Any) -> bool:
-    if _int(value) not in (0, 1):
-        raise ValueError(f"must be 0 or 1, got {value}")
-    return bool(value)
-
-
-def _only(*served: object) -> Callable[[object], None]:
-    """Return a check of an attribute that the op does not have."""
-
-    def check(value: object) -> None:
-        _must_be(_kind(served[0]), value)
-        if value not in served:
-            raise ValueError(f"must be {' or '.join(map(repr, served))}, got {value!r}")
-
-    return check
-
-
-def _dtype(value: Any) -> torch.dtype:
-    from onnx import TensorProto
-
-    dtypes: dict[int, torch.dtype] = {
-        TensorProto.FLOAT: torch.float32,
-        TensorProto.FLOAT16: torch.float16,
-        TensorProto.BFLOAT16: torch.bfloat16,
-    }
-    if _int(value) not in dtypes:
-        raise ValueError(f"must be FLOAT, FLOAT16 or BFLOAT16 of TensorProto, got {value}")
-    return dtypes[value]
 
 
 @dataclass(frozen=True)
@@ -126,7 +69,7 @@ class _Node:
                 elif name in self.checked:
                     self.checked[name](value)
                 elif name in self.equal:
-                    _int(value)
+                    read_int(value)
                 else:
                     served = [*self.settings, *self.checked, *self.equal]
                     raise ValueError(f"is not served; these are: {served}")
@@ -175,10 +118,10 @@ def _read(read: Callable[[Any], Any], *names: str) -> dict[str, tuple[str, Calla
 
 
 _MOE_SETTINGS = {
-    **_read(_int, "k", "swiglu_fusion"),
-    **_read(_str, "activation_type"),
-    **_read(_float, "swiglu_limit", "activation_alpha", "activation_beta"),
-    **_read(_flag, "normalize_routing_weights", "use_sparse_mixer"),
+    **_read(read_int, "k", "swiglu_fusion"),
+    **_read(read_str, "activation_type"),
+    **_read(read_float, "swiglu_limit", "activation_alpha", "activation_beta"),
+    **_read(read_flag, "normalize_routing_weights", "use_sparse_mixer"),
 }
 _FC3 = (None, None, None)
 _NODES = (
@@ -190,7 +133,7 @@ _NODES = (
         + ("fc3_experts_weights", "fc3_experts_bias"),
         ("input", "router_probs", "fc1_experts_weights", "fc2_experts_weights"),
         _MOE_SETTINGS,
-        {"swiglu_limit_after_activation": _only(0)},
+        {"swiglu_limit_after_activation": only(0)},
     ),
     _Node(
         "QMoE",
@@ -202,15 +145,15 @@ _NODES = (
         ("input", "router_probs", "fc1_experts_weights", "fc1_scales")
         + ("fc2_experts_weights", "fc2_scales"),
         _MOE_SETTINGS
-        | _read(_int, "expert_weight_bits")
-        | {"block_size": ("block_size", lambda value: _int(value) or None)},
+        | _read(read_int, "expert_weight_bits")
+        | {"block_size": ("block_size", lambda value: read_int(value) or None)},
         {
-            "swiglu_limit_after_activation": _only(0),
-            "quant_type": _only("int"),
+            "swiglu_limit_after_activation": only(0),
+            "quant_type": only("int"),
             # what the kernel for CPUs takes these for; other providers pack -1 in their own way
-            "weights_prepacked": _only(0, -1),
+            "weights_prepacked": only(0, -1),
             # a lower bound
-            "accuracy_level": partial(_must_be, "INT"),
+            "accuracy_level": partial(must_be, "INT"),
         },
         # also of FC3, which is not served, as exporters write the three together
         {f"fc{number}_expert_weight_bits": "expert_weight_bits" for number in (1, 2, 3)},
@@ -220,54 +163,21 @@ _NODES = (
         moe.SwiGLUFwdOp,
         ("gate", "up"),
         ("gate",),
-        _read(_float, "limit", "activation_alpha", "activation_beta"),
-        {"round_activation": _only(0)},
+        _read(read_float, "limit", "activation_alpha", "activation_beta"),
+        {"round_activation": only(0)},
     ),
     _Node(
         "MoERouter",
         moe.MoERouterFwdOp,
         ("scores", "bias", "expert_ids"),
         ("scores",),
-        _read(_int, "local_expert_count", "topk", "local_expert_start")
-        | _read(_str, "scoring", "selection")
-        | _read(_float, "route_scale")
-        | _read(_dtype, "dtype"),
+        _read(read_int, "local_expert_count", "topk", "local_expert_start")
+        | _read(read_str, "scoring", "selection")
+        | _read(read_float, "route_scale")
+        | _read(read_dtype, "dtype"),
         required=("local_expert_count",),
     ),
 )
-
-
-def to_torch(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Return the tensor of an array: on a CPU without a copy, of bfloat16 too."""
-    import numpy as np
-
-    array = np.asarray(array, order="C")
-    name = array.dtype.name
-    if name != "bfloat16" and name not in _TORCH_NAMES:
-        names = [*sorted(_TORCH_NAMES), "bfloat16"]
-        raise ValueError(f"an array must be of one of {names}, got {name}")
-    with warnings.catch_warnings():
-        # of arrays that are read-only: ops do not write their inputs
-        warnings.simplefilter("ignore", UserWarning)
-        if name == "bfloat16":
-            tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-        else:
-            tensor = torch.from_numpy(array)
-    if not tensor.numel():  # NumPy's strides are 0 then, and not those of a contiguous tensor
-        tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
-    return tensor.to(device)
-
-
-def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Return the array of a tensor, of bfloat16 as ``ml_dtypes`` has it."""
-    tensor = tensor.cpu()
-    if tensor.dtype != torch.bfloat16:
-        return tensor.numpy()
-    from onnx import TensorProto, helper
-
-    return (
-        tensor.view(torch.int16).numpy().view(helper.tensor_dtype_to_np_dtype(TensorProto.BFLOAT16))
-    )
 
 
 def reference_ops(

@@ -13,6 +13,7 @@ from tileops.integrations import hf_blocks
 from tileops.moe import FusedMoEFwdOp
 from tileops.moe.op import Op
 from tileops.moe.topk import check_experts
+from tileops.nn.float32 import Float32Linear, keep_dtype
 
 
 class MoE(nn.Module):
@@ -113,7 +114,7 @@ class MoE(nn.Module):
         check_experts(kind, num_experts, top_k, scoring_func, *groups, bias)
 
         options: Any = {"device": device, "dtype": dtype}
-        linear = nn.Linear if router_dtype is None else _Float32Linear
+        linear = nn.Linear if router_dtype is None else Float32Linear
         self.router = linear(hidden_size, num_experts, bias=router_bias, **options)
         self.router.requires_grad_(False)
         self._add("w_gate_up", (num_experts, 2 * ffn_size, hidden_size), options)
@@ -188,7 +189,7 @@ class MoE(nn.Module):
         bias = self.correction_bias
         super()._apply(fn, recurse)
         if bias is not None:
-            self.correction_bias = _keep_dtype(fn)(bias)
+            self.correction_bias = keep_dtype(fn)(bias)
         return self
 
     def extra_repr(self) -> str:
@@ -260,30 +261,3 @@ class MoE(nn.Module):
         module.load_state_dict(state, assign=True)
         module._returns_pair = config.model_type == "gpt_oss"
         return module.train(block.training)
-
-
-class _Float32Linear(nn.Linear):
-    """A linear layer that stays in float32."""
-
-    def __init__(self, *sizes: int, bias: bool, device: Any, dtype: Any) -> None:
-        super().__init__(*sizes, bias=bias, device=device, dtype=torch.float32)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        kind = input.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            with torch.autocast(kind, enabled=False):
-                return super().forward(input.float())
-        return super().forward(input.float())
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        return super()._apply(_keep_dtype(fn), recurse)
-
-
-def _keep_dtype(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return what does to a tensor as ``fn`` does, its dtype apart."""
-
-    def apply(x: torch.Tensor) -> torch.Tensor:
-        moved = fn(x)
-        return moved if moved.dtype == x.dtype else x.to(moved.device)
-
-    return apply
