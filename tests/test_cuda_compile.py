@@ -19,6 +19,7 @@ from tileops.kernels.cuda import (
     sparse_mixer,
     swiglu,
     topk,
+    topk_merge,
     topk_scan,
 )
 from tileops.kernels.cuda.sm90 import multiply_tiles
@@ -40,6 +41,8 @@ def gemm(dtype, out_dtype, activation, has_bias, role, tile):
 
 KERNELS = {
     "topk of 256 experts, biased": lambda: topk.build("bfloat16", "biased_sigmoid", 8),
+    "topk of many tokens, biased": lambda: topk_merge.build("bfloat16", "biased_sigmoid", 8),
+    "topk of many tokens in few bits": lambda: topk_merge.build("float16", "softmax", 4),
     "topk of any number of experts": lambda: topk_scan.build("float16", "sigmoid"),
     "router": lambda: router.build("float32", "bfloat16", "sqrt_softplus", "int64", False, 8),
     "sparse mixer": lambda: sparse_mixer.build("bfloat16"),

@@ -196,6 +196,37 @@ def test_token_counts(target, device, num_tokens):
     torch.testing.assert_close(weights, torch.softmax(best.values[:, :2], 1))
 
 
+@pytest.mark.parametrize("logits_dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("scoring", "num_experts", "groups", "kept", "top_k"),
+    [
+        ("softmax", 128, 1, 1, 8),
+        ("softmax", 60, 1, 1, 4),
+        ("softmax", 512, 8, 3, 10),
+        ("sigmoid", 16, 1, 1, 1),
+        ("sigmoid", 160, 5, 2, 6),
+    ],
+)
+def test_many_tokens(target, device, scoring, num_experts, groups, kept, top_k, logits_dtype):
+    logits = torch.randn(2500, num_experts).mul(4).round().div(4)  # many ties
+    logits[::7, ::3] = -INF
+    logits[::9, 1::5] = NAN
+    logits[13] = NAN
+    for renormalize in (False, True):
+        settings = top_k, scoring, renormalize, groups, kept, 2.5
+        given = logits.to(device, logits_dtype)
+        weights, ids = FusedTopKFwdOp(*settings, target=target)(given)
+        want_weights, want_ids = FusedTopKFwdOp(*settings, target="reference")(given)
+        assert torch.equal(ids, want_ids)
+        torch.testing.assert_close(weights, want_weights, equal_nan=True)
+
+
+def test_many_tokens_with_a_bias(target, device):
+    bias = torch.linspace(-1, 1, 256, device=device)[torch.randperm(256)]
+    op = FusedTopKFwdOp(8, "sigmoid", True, 8, 4, 2.5, target=target)
+    check(op, logits_without_ties(2500, 256, device), bias)
+
+
 def test_logits_may_be_a_view(target, device):
     storage = torch.randn(10, 50, device=device)
     view = storage[::2, 3:35]

@@ -146,6 +146,24 @@ def scan_softmax(logits, token, lane, num_experts, best: T.Ref, highest: T.Ref, 
     normalizer = T.warp_reduce_sum(normalizer)
 
 
+def sorting_network(size: int) -> list[tuple[int, int]]:
+    """Return the comparisons of Batcher's odd-even merge sort of ``size`` keys, a power of two."""
+    pairs = []
+    run = 1
+    while run < size:
+        step = run
+        while step:
+            pairs += [
+                (i, i + step)
+                for j in range(step % run, size - step, 2 * step)
+                for i in range(j, j + step)
+                if i // (2 * run) == (i + step) // (2 * run)
+            ]
+            step //= 2
+        run *= 2
+    return pairs
+
+
 def halves(slots: int) -> list[int]:
     """Return the number of matches in each round of a knock-out among ``slots`` keys."""
     return [slots >> level for level in range(1, slots.bit_length())]

@@ -9,7 +9,7 @@ of experts is shared by a run of neighbouring lanes, so its score takes a few sh
 import tilelang.language as T
 import torch
 
-from tileops.kernels.cuda import topk_scan
+from tileops.kernels.cuda import topk_merge, topk_scan
 from tileops.kernels.cuda.device import current, dtype_name, jit, wrong_device
 from tileops.kernels.cuda.ranking import (
     LAST,
@@ -25,6 +25,7 @@ from tileops.kernels.cuda.ranking import (
     merge_lanes,
     rank_key,
     sigmoid,
+    sorting_network,
     write_batch,
     write_weights,
 )
@@ -45,24 +46,6 @@ def rank_value(rank, packed: bool):
         return T.reinterpret(rest ^ ((rest >> 31) & (LAST ^ ((1 << ID_BITS) - 1))), T.float32)
     else:
         return key_value(rank)
-
-
-def sorting_network(size: int) -> list[tuple[int, int]]:
-    """Return the comparisons of Batcher's odd-even merge sort of ``size`` keys, a power of two."""
-    pairs = []
-    run = 1
-    while run < size:
-        step = run
-        while step:
-            pairs += [
-                (i, i + step)
-                for j in range(step % run, size - step, 2 * step)
-                for i in range(j, j + step)
-                if i // (2 * run) == (i + step) // (2 * run)
-            ]
-            step //= 2
-        run *= 2
-    return pairs
 
 
 @T.macro
@@ -342,7 +325,19 @@ def fused_topk_fwd(
     scoring = scoring_func if correction_bias is None else f"biased_{scoring_func}"
     split = (lane_bits, group_size, topk_group, int(renormalize), routed_scaling_factor)
     with current(gating_output.device):
-        if num_expert_group <= WARP and slots <= MAX_SLOTS:
+        if topk_merge.takes(num_tokens, num_experts, top_k, num_expert_group):
+            topk_merge.launch(
+                gating_output,
+                correction_bias,
+                weights,
+                ids,
+                scoring,
+                renormalize,
+                num_expert_group,
+                topk_group,
+                routed_scaling_factor,
+            )
+        elif num_expert_group <= WARP and slots <= MAX_SLOTS:
             kernel = build(dtype, scoring, slots)
             vectors = takes_vectors(gating_output, slots, group_size)
             kernel(gating_output, correction_bias, weights, ids, *split, int(vectors))
