@@ -48,7 +48,7 @@ KERNELS = {
     "sparse mixer": lambda: sparse_mixer.build("bfloat16"),
     "swiglu": lambda: swiglu.build("bfloat16", True),
     "count routes": count_routes.build,
-    "place routes in a cluster": lambda: place_routes.build_place("sources", place_routes.CLUSTER),
+    "place routes in a cluster": lambda: place_routes.build_place("tiles", place_routes.CLUSTER),
     "place counted routes": lambda: place_routes.build_place("slots", 0),
     "copy rows": permute.build_copy,
     "combine rows": lambda: post_permute.build("bfloat16", "bfloat16"),

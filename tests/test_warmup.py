@@ -171,7 +171,6 @@ def test_the_builds_of_a_cuda_layer_are_found_without_a_gpu():
     assert [str(build).removeprefix(f"{kernels}.").split("(")[0] for build in builds] == [
         "topk.build",
         "place_routes.build_place",
-        "grouped_gemm_tiles.build",
         "sm90.multiply_tiles.build",
         "sm90.multiply_tiles.build",
         "post_permute.build",

@@ -52,6 +52,15 @@ def scan(value: T.Ref, before: T.Ref, warp_results, carry, lane, warp, maximum: 
 
 
 @T.macro
+def tile_height(rows, block_m, even, height: T.Ref):
+    """Cut the rows of an expert in as few tiles as can be, even ones or all full but one."""
+    number = T.truncdiv(rows + block_m - 1, block_m)
+    height = T.truncdiv(rows + number - 1, T.max(number, 1))
+    height = T.max(GRAIN, T.min((height + GRAIN - 1) & -GRAIN, block_m))
+    height = T.Select(even != 0, height, block_m)
+
+
+@T.macro
 def find_labels(labels, tiles, num_rows, num_experts, ranges, thread):
     """Write the row range of each expert to ``tiles``, from line ``ranges`` on.
 
@@ -144,11 +153,7 @@ def build(layout: str):
                     # an end below an earlier one is an empty segment: no row is listed twice
                     scan(stop, first, warp_results, reached, lane, warp, True)
                 stop = T.max(first, stop)
-                # the tiles of an expert are as few as they can be, and even or all full but one
-                total = T.truncdiv(stop - first + block_m - 1, block_m)
-                height = T.truncdiv(stop - first + total - 1, T.max(total, 1))
-                height = T.max(GRAIN, T.min((height + GRAIN - 1) & -GRAIN, block_m))
-                height = T.Select(even != 0, height, block_m)
+                tile_height(stop - first, block_m, even, height)
                 total = T.truncdiv(stop - first + height - 1, height)
                 heights[thread] = height
                 scan(total, before, warp_results, 0, lane, warp, False)
@@ -184,6 +189,11 @@ def build(layout: str):
     return grouped_gemm_tiles
 
 
+def most_tiles(rows: int, num_experts: int, block_m: int) -> int:
+    """Return how many tiles rows of a contiguous layout may make."""
+    return (rows + min(num_experts, rows) * (block_m - 1)) // block_m
+
+
 def grouped_gemm_tiles(
     metadata: torch.Tensor,
     layout: MGroupedLayoutSpec,
@@ -213,7 +223,7 @@ def grouped_gemm_tiles(
         kind, capacity = "masked", num_experts * -(-rows // block_m)
     else:
         kind = layout.metadata
-        capacity = (rows + min(num_experts, rows) * (block_m - 1)) // block_m
+        capacity = most_tiles(rows, num_experts, block_m)
     ranges = num_experts if kind == "per_row" else 0
     tiles = metadata.new_empty((1 + capacity + ranges, FIELDS))
     build(kind)(metadata, tiles, num_experts, rows, block_m, int(even), capacity)

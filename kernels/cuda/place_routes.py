@@ -4,6 +4,8 @@ A small batch takes one launch: every block counts the routes of each expert in 
 batch, the blocks of a cluster tell each other, and a block places its part of its chunk. The
 clusters count the same, which costs less than to wait for each other. For a larger batch
 `count_routes` counts each chunk once, before the chunks are placed. No size is compiled in.
+
+For the fused layers the same launch lists the tiles of the rows, where the ends are at hand.
 """
 
 import tilelang.language as T
@@ -20,9 +22,20 @@ from tileops.kernels.cuda.count_routes import (
     load_ids,
 )
 from tileops.kernels.cuda.device import jit
+from tileops.kernels.cuda.grouped_gemm_tiles import (
+    COUNT,
+    DONE,
+    END,
+    EXPERT,
+    FIELDS,
+    FIRST,
+    NEARLY_DONE,
+    most_tiles,
+    tile_height,
+)
 from tileops.kernels.cuda.mail import MAIL
+from tileops.kernels.cuda.place_steps import WARPS, fill, match, scan
 
-WARPS = THREADS // WARP
 COUNT_BATCH = 8
 """Ids that a thread counts at once."""
 ALONE = 4096
@@ -34,30 +47,6 @@ TOGETHER = CLUSTER * PARTS * THREADS
 """Routes of which every block has one a thread at most."""
 MIN_CHUNK = 2048
 MAX_CHUNKS = 128
-
-
-@T.macro
-def match(peers: T.Ref, expert):
-    """Set ``peers`` to the lanes of the same expert, if that is none of the window's, garbage.
-
-    A vote for each bit takes a fraction of the time of the instruction that compares all lanes.
-    """
-    peers = T.Cast(T.int32, T.ballot(expert >= 0))
-    for i in T.unroll(WINDOW.bit_length() - 1):
-        bit = (expert >> i) & 1
-        peers = peers & (T.Cast(T.int32, T.ballot(bit != 0)) ^ (bit - 1))
-
-
-@T.macro
-def fill(written, first, end, step, value):
-    """Write ``value`` at ``first, first + step...`` below ``end``; most loops end at once."""
-    place = T.alloc_var(T.int32)
-    place = first
-    for _ in T.unroll(end, unroll_factor=1):
-        if place >= end:
-            T.loop_break()
-        written[place] = value
-        place = place + step
 
 
 @jit(pass_configs=CONFIG)
@@ -74,19 +63,20 @@ def build_place(written: str, cluster: int):
     Args:
         written: ``"rows"``: ``inverse``, the row of each route; ``segment_end`` and ``valid_end``,
             where the segment of an expert ends with and without its padding. Of a slab only
-            ``valid_end`` is written, as a count. ``"sources"``: also ``sources``, the token of each
-            row that a route owns. ``"slots"``: ``slots``, the route of each row, the number of
-            routes where none owns it; ``block_experts``, the expert of each run of ``alignment``
-            rows, E past the last segment; and ``num_rows``, where that ends. Tensors that are not
-            written are None.
+            ``valid_end`` is written, as a count. ``"tiles"``: ``inverse``; ``sources``, the token
+            of each row that a route owns; and ``tiles``, the list that `grouped_gemm_tiles` makes
+            of tight rows, by ``block_m`` and ``even``. ``"slots"``: ``slots``, the route of each
+            row, the number of routes where none owns it; ``block_experts``, the expert of each run
+            of ``alignment`` rows, E past the last segment; and ``num_rows``, where that ends.
+            Tensors that are not written are None.
         cluster: How many chunks the blocks of a cluster count, at most `WINDOW` experts; a part is
             a tile at most. Or 0: a part is a chunk, which `count_routes` has counted in ``counts``.
     """
     num_tokens, top_k, experts_written, num_counts = T.dynamic("T, K, E, N")
-    num_slots, num_blocks, num_sources = T.dynamic("S, B, R")
+    num_slots, num_blocks, num_sources, lines = T.dynamic("S, B, R, L")
     id_stride = T.dynamic("id_stride", T.int64)
     counted = cluster == 0
-    inverted = written == "slots"
+    inverted, tiled = written == "slots", written == "tiles"
     batch, tile_size = (BATCH, TILE) if counted else (1, THREADS)
     launch = {"cluster_dims": cluster, "prelude": MAIL} if cluster > 1 else {}
 
@@ -98,6 +88,7 @@ def build_place(written: str, cluster: int):
         segment_end: T.Tensor[(experts_written,), T.int32],
         valid_end: T.Tensor[(experts_written,), T.int32],
         sources: T.Tensor[(num_sources,), T.int32],
+        tiles: T.Tensor[(lines, FIELDS), T.int32],
         slots: T.Tensor[(num_slots,), T.int32],
         block_experts: T.Tensor[(num_blocks,), T.int32],
         num_rows: T.Tensor[(1,), T.int32],
@@ -108,6 +99,8 @@ def build_place(written: str, cluster: int):
         alignment: T.int32,
         max_m: T.int32,
         expert_bits: T.int32,
+        block_m: T.int32,
+        even: T.int32,
     ):
         with T.Kernel(blocks, threads=THREADS, **launch) as block:
             T.annotate_min_blocks_per_sm(2)
@@ -124,6 +117,12 @@ def build_place(written: str, cluster: int):
                 firsts = T.alloc_shared((WINDOW,), T.int32)
                 lasts = T.alloc_shared((WINDOW,), T.int32)
                 ends = T.alloc_shared((WINDOW,), T.int32)
+            if tiled:
+                tile_sums = T.alloc_shared((WARP,), T.int32)
+                firsts = T.alloc_shared((WINDOW,), T.int32)
+                ends = T.alloc_shared((WINDOW,), T.int32)
+                heights = T.alloc_shared((WINDOW,), T.int32)
+                tile_ends = T.alloc_shared((WINDOW,), T.int32)
             if cluster > 1:
                 totals = T.alloc_shared((cluster, WINDOW), T.int32)
                 mail = T.alloc_shared((1,), T.uint64)
@@ -145,6 +144,9 @@ def build_place(written: str, cluster: int):
             start = T.alloc_var(T.int32)
             active = T.alloc_var(T.int32)
             slot = T.alloc_var(T.int32)
+            height = T.alloc_var(T.int32)
+            listed = T.alloc_var(T.int32)
+            found = T.alloc_var(T.int32)
 
             num_routes = num_tokens * top_k
             place = block if counted else block % cluster
@@ -153,6 +155,7 @@ def build_place(written: str, cluster: int):
             run = T.ceildiv(T.min(part, tile_size), THREADS) * WARP
             active = T.truncdiv(T.min(part, tile_size) + run - 1, run)
             start = 0
+            listed = 0
             if cluster > 1:
                 quads = T.ceildiv(num_experts, 4)
                 if thread == 0:
@@ -271,24 +274,23 @@ def build_place(written: str, cluster: int):
                                     total = total + count
                                     before = before + T.Select(c < place, count, 0)
                         length = T.truncdiv(total + alignment - 1, alignment)
-                        # Sum of the lengths before: within the warp, then over the warps before it.
-                        row = length
-                        for shift in T.unroll(5):
-                            other = T.shfl_up(row, 1 << shift)
-                            row = row + T.Select(lane >= (1 << shift), other, 0)
-                        if lane == WARP - 1:
-                            warp_sums[warp] = row
-                        T.sync_threads()
-                        count = T.Select(lane < WARPS, warp_sums[lane], 0)
-                        row = row - length + start
-                        row = row + T.warp_reduce_sum(T.Select(lane < warp, count, 0))
-                        start = start + T.warp_reduce_sum(count)
+                        scan(length, row, count, warp_sums, lane, warp)
+                        row = row + start
+                        start = start + count
                         if inverted:
                             if low + thread < high:
                                 firsts[thread] = row
                                 lasts[thread] = row + length
                                 ends[thread] = row * alignment + total
                             row = row * alignment
+                        elif tiled:
+                            tile_height(total, block_m, even, height)
+                            count = T.truncdiv(total + height - 1, height)
+                            scan(count, slot, found, tile_sums, lane, warp)
+                            firsts[thread] = row
+                            ends[thread] = row + total
+                            heights[thread] = height
+                            tile_ends[thread] = slot + count
                         else:
                             row = row * alignment
                             if low + thread < high:
@@ -318,7 +320,7 @@ def build_place(written: str, cluster: int):
                             # The first pass drops what a later one may still place.
                             if (experts[j] >= 0 or window == 0) and route < end:
                                 inverse[route] = row
-                            if written == "sources" and row >= 0:
+                            if tiled and row >= 0:
                                 sources[row] = T.truncdiv(route, top_k)
                     T.sync_warp()
                 if inverted:
@@ -330,6 +332,30 @@ def build_place(written: str, cluster: int):
                         fill(block_experts, firsts[slot] + lane, count, WARP, low + slot)
                         slot = slot + blocks * WARPS
 
+                if tiled:
+                    # A tile a thread.
+                    row = block * THREADS + thread
+                    while row < found:
+                        slot = 0
+                        for i in T.unroll(WINDOW.bit_length() - 1):
+                            half = WINDOW >> (i + 1)
+                            if tile_ends[slot + half - 1] <= row:
+                                slot = slot + half
+                        count = row
+                        if slot > 0:
+                            count = row - tile_ends[slot - 1]
+                        first = firsts[slot] + count * heights[slot]
+                        if listed + row + 1 < lines:
+                            tiles[listed + row + 1, EXPERT] = low + slot
+                            tiles[listed + row + 1, FIRST] = first
+                            tiles[listed + row + 1, END] = T.min(first + heights[slot], ends[slot])
+                        row = row + blocks * THREADS
+                    listed = listed + found
+
+            if tiled and block == 0 and thread == 0:
+                tiles[0, COUNT] = T.min(listed, lines - 1)
+                tiles[0, NEARLY_DONE] = 0
+                tiles[0, DONE] = 0
             if inverted:
                 row = block * THREADS + thread
                 fill(slots, start * alignment + row, num_slots, blocks * THREADS, num_routes)
@@ -350,8 +376,8 @@ def split_routes(num_routes: int, num_experts: int) -> tuple[int, int, int, int]
     return 0, max(-(-num_routes // chunk), 1), chunk, chunk
 
 
-def launch(ids, tensors, alignment: int, max_m: int, num_experts: int, written: str) -> None:
-    """Place the routes into ``tensors``, the seven of `build_place` that it may write."""
+def launch(ids, tensors, num_experts: int, written: str, alignment=1, max_m=0, tile=(1, 0)) -> None:
+    """Place the routes into ``tensors``, the eight of `build_place` that it may write."""
     if not ids.numel():  # it may have any strides then
         ids = ids.new_empty(ids.shape)
     cluster, blocks, chunk, part = split_routes(ids.shape[0] * ids.shape[1], num_experts)
@@ -361,11 +387,11 @@ def launch(ids, tensors, alignment: int, max_m: int, num_experts: int, written: 
         count_routes.build()(ids, counts, chunk)
         counts = counts.view(-1)
     expert_bits = min(max((num_experts - 1).bit_length(), 5), WINDOW.bit_length() - 1)
-    split = num_experts, blocks, chunk, part, alignment, max_m, expert_bits
+    split = num_experts, blocks, chunk, part, alignment, max_m, expert_bits, *tile
     build_place(written, cluster)(ids, counts, *tensors, *split)
 
 
-def place(ids, alignment: int, max_m: int, num_experts: int, sources=None):
+def place(ids, alignment: int, max_m: int, num_experts: int):
     """Give every route its row; ``max_m`` is 0 in a contiguous layout.
 
     Args:
@@ -373,7 +399,6 @@ def place(ids, alignment: int, max_m: int, num_experts: int, sources=None):
         alignment: What the rows of a segment are rounded up to.
         max_m: Rows of a slab, or 0.
         num_experts: E.
-        sources: Gets the token of each row that a route owns, if given: int32, as long as the rows.
 
     Returns:
         ``inverse`` ``[T * K]``, the row of each route or -1; ``segment_end`` ``[E]``, where the
@@ -383,12 +408,33 @@ def place(ids, alignment: int, max_m: int, num_experts: int, sources=None):
     inverse = ids.new_empty(ids.shape[0] * ids.shape[1])
     valid_end = ids.new_empty(num_experts)
     segment_end = valid_end if max_m else ids.new_empty(num_experts)
-    tensors = inverse, segment_end, valid_end, sources, None, None, None
-    written = "rows" if sources is None else "sources"
-    launch(ids, tensors, alignment, max_m, num_experts, written)
+    tensors = inverse, segment_end, valid_end, None, None, None, None, None
+    launch(ids, tensors, num_experts, "rows", alignment, max_m)
     return inverse, segment_end, valid_end
+
+
+def place_tiles(ids, num_experts: int, block_m: int, even: bool = True):
+    """Give every route its row, without padding, and list the tiles of a grouped GEMM.
+
+    Args:
+        ids: int32 ``[T, K]``.
+        num_experts: E.
+        block_m: Most rows of a tile.
+        even: Whether the tiles of an expert are of one height, or as high as they can be.
+
+    Returns:
+        ``inverse`` ``[T * K]``, the row of each route or -1; ``sources`` ``[T * K]``, the token of
+        each row that a route owns; and the list, as `grouped_gemm_tiles` makes it. All int32. Call
+        it with the ids' device current.
+    """
+    num_routes = ids.shape[0] * ids.shape[1]
+    inverse, sources = ids.new_empty(num_routes), ids.new_empty(num_routes)
+    tiles = ids.new_empty((1 + most_tiles(num_routes, num_experts, block_m), FIELDS))
+    tensors = inverse, None, None, sources, tiles, None, None, None
+    launch(ids, tensors, num_experts, "tiles", tile=(block_m, int(even)))
+    return inverse, sources, tiles
 
 
 def align(ids, tensors, alignment: int, num_experts: int) -> None:
     """Write the route of every row, the expert of every block and the number of rows."""
-    launch(ids, (None, None, None, None, *tensors), alignment, 0, num_experts, "slots")
+    launch(ids, (None, None, None, None, None, *tensors), num_experts, "slots", alignment)

@@ -1,9 +1,9 @@
 """The routed experts on Hopper, without a copy of the tokens.
 
-Routes are placed among those of their expert, one list of tiles is made of that, and both products
-take it. The first gathers its rows: it loads each from the token it belongs to. The second starts
-while the last tiles of the first are at work, and the rows of a token are added up as the
-post-permute op does.
+Routes are placed among those of their expert, the same launch lists tiles of their rows, and both
+products take the list. The first gathers its rows: it loads each from the token it belongs to. The
+second starts while the last tiles of the first are at work, and the rows of a token are added up as
+the post-permute op does.
 
 Two results are allocated, the activated rows ``[T * K, F]`` and those of down ``[T * K, H]``, and
 index lists of an int32 or so a route: no ``[T * K, H]`` copy of the tokens, and no ``[T * K, 2F]``
@@ -13,8 +13,7 @@ products of gate and up.
 import torch
 
 from tileops.kernels.cuda.device import current, unfit, wrong_device
-from tileops.kernels.cuda.grouped_gemm_tiles import grouped_gemm_tiles
-from tileops.kernels.cuda.place_routes import place
+from tileops.kernels.cuda.place_routes import place_tiles
 from tileops.kernels.cuda.post_permute import moe_post_permute_fwd
 from tileops.kernels.cuda.sm90.configs import pick_gemm
 from tileops.kernels.cuda.sm90.multiply_tiles import MAX_SPAN, multiply_tiles
@@ -86,12 +85,10 @@ def fused_moe_experts_fwd(
     tile = pick_gemm(num_routes, num_experts)
     gate, up = gate_and_up(w_gate_up, activation)
     biases = gate_and_up(b_gate_up, activation)
-    sources = topk_ids.new_empty(num_routes)
     act = hidden_states.new_empty(num_routes, ffn)
     down = hidden_states.new_empty(num_routes, hidden)
     with current(out.device):
-        inverse, ends, _ = place(topk_ids, 1, 0, num_experts, sources)
-        tiles = grouped_gemm_tiles(ends, LAYOUT, num_routes, num_experts, tile.block_m)
+        inverse, sources, tiles = place_tiles(topk_ids, num_experts, tile.block_m)
         formula = ACTIVATIONS[activation]
         first = hidden_states, sources, gate, up, *biases, formula, tiles, tile, act
         order = multiply_tiles(*first)

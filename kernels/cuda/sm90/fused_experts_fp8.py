@@ -8,8 +8,7 @@ activated rows exist as bytes only.
 import torch
 
 from tileops.kernels.cuda.device import current, unfit, wrong_device
-from tileops.kernels.cuda.grouped_gemm_tiles import grouped_gemm_tiles
-from tileops.kernels.cuda.place_routes import place
+from tileops.kernels.cuda.place_routes import place_tiles
 from tileops.kernels.cuda.post_permute import moe_post_permute_fwd
 from tileops.kernels.cuda.quantize_fp8 import quantize_fp8_rowwise_fwd
 from tileops.kernels.cuda.sm90.configs import pick_gemm_fp8
@@ -84,14 +83,12 @@ def fused_moe_experts_fp8_fwd(
     gate, up = gate_and_up(w_gate_up, activation)
     gate_scale, up_scale = gate_and_up_scales(w_gate_up_scale, activation)
     biases = gate_and_up(b_gate_up, activation)
-    sources = topk_ids.new_empty(num_routes)
     act = w_down.new_empty(num_routes, ffn)
     act_scale = w_down_scale.new_empty(num_routes, ffn // DEPTH)
     down = hidden_states.new_empty(num_routes, hidden)
     with current(out.device):
         tokens, scale = quantize_fp8_rowwise_fwd(hidden_states[None], False, target=target)
-        inverse, ends, _ = place(topk_ids, 1, 0, num_experts, sources)
-        tiles = grouped_gemm_tiles(ends, LAYOUT, num_routes, num_experts, tile.block_m, even=False)
+        inverse, sources, tiles = place_tiles(topk_ids, num_experts, tile.block_m, even=False)
         order = multiply_tiles_fp8(
             *(tokens[0], scale[0], sources, gate, gate_scale, up, up_scale, *biases),
             *(ACTIVATIONS[activation], tiles, tile, act, act_scale),
