@@ -22,7 +22,7 @@ from tileops.kernels.cuda.ranking import (
     sorting_network,
 )
 
-MANY = 2048
+MANY = 4096
 """Tokens from which on it is faster to share warps."""
 MAX_EXPERTS = 0xFFFF
 """Ids that fit below a key of 16 bits, but for that of no expert."""
