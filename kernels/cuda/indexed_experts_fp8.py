@@ -1,4 +1,4 @@
-"""The FP8 experts of few routes: as `indexed_experts`, with FP8 weights and rows.
+"""The FP8 experts of few routes: each expert's weights are read where they lie, and read once.
 
 Four launches: the tokens are quantised, gate and up with the activation, down, and post-permute's
 sum over each token's routes. Neither product waits for the launch before it until its first weights
@@ -9,23 +9,31 @@ of them. The tokens have a launch of their own: all warps of the gate and up pro
 twice the weights, would do that work again, and their division is to be exact.
 """
 
+import tilelang
 import tilelang.language as T
 import torch
 
 from tileops.kernels.cuda.activations import sigmoid
-from tileops.kernels.cuda.device import current, dtype_name, jit, sm_count, unfit, wrong_device
-from tileops.kernels.cuda.indexed_experts import (
-    CONFIG,
-    MAX_ROUTES,
-    MAX_WIDTH,
-    ROUTES,
-    WARP,
-    WARPS,
-    find_group,
+from tileops.kernels.cuda.device import (
+    UNCHECKED,
+    current,
+    dtype_name,
+    jit,
+    sm_count,
+    unfit,
+    wrong_device,
 )
 from tileops.kernels.cuda.post_permute import moe_post_permute_fwd
 from tileops.kernels.cuda.quantize_fp8 import CUDA, quantize_fp8_rowwise_fwd
 
+WARP = 32
+WARPS = 8
+ROUTES = 8
+"""Routes of one expert that are multiplied together: the narrow side of the tensor core's tile."""
+MAX_ROUTES = 8192
+"""Routes beyond which looking through all of them in every block costs more than grouping them."""
+MAX_WIDTH = 2**20
+"""Largest H and F: the number of thread blocks stays an int32."""
 BLOCK = 128
 """Columns, and rows of weights, that share a scale."""
 BLOCK_BITS = BLOCK.bit_length() - 1
@@ -44,6 +52,51 @@ HELD = STEPS * VECTOR
 LARGEST = 448.0
 """The largest E4M3 number."""
 FLOAT32_MAX = 3.4028234663852886e38
+
+# Barriers are placed by hand: two around each look at the ids, one before the sums are shared.
+CONFIG = {**UNCHECKED, tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True}
+
+
+@T.macro
+def find_group(ids, route, expert, num_routes, ballots, before: T.Ref, found: T.Ref, member: T.Ref):
+    """Find how many routes before this one have its expert, and if it leads, which it leads.
+
+    It leads a group if ``before`` is a multiple of ``ROUTES``. A warp looks at 32 ids, then all
+    share what they saw. Lane i gets number i // 4 of the ``found`` routes as its ``member``, -1 if
+    there are fewer.
+    """
+    first = T.alloc_var(T.int32)
+    seen = T.alloc_var(T.int32)
+    matches = T.alloc_var(T.int32)
+    thread = T.get_thread_binding()
+    top_k = ids.shape[1]
+    first = 0
+    before = 0
+    found = 0
+    member = -1
+    while first < num_routes and found < ROUTES and (first <= route or before % ROUTES == 0):
+        at = first + thread
+        seen = -1
+        if at < num_routes:
+            seen = ids[T.truncdiv(at, top_k), T.truncmod(at, top_k)]
+        ballot = T.Cast(T.int32, T.ballot(seen == expert))
+        if thread % WARP == 0:
+            ballots[thread // WARP] = ballot
+        T.sync_threads()
+        for w in T.unroll(WARPS):
+            at = first + w * WARP
+            matches = ballots[w]
+            if at < route:
+                earlier = T.Select(at + WARP <= route, -1, (1 << (route - at)) - 1)
+                before = before + T.call_extern(T.int32, "__popc", matches & earlier)
+                matches = matches & (earlier ^ -1)
+            while matches != 0 and found < ROUTES:
+                chosen = T.call_extern(T.int32, "__ffs", matches) - 1
+                member = T.Select(thread % WARP // 4 == found, at + chosen, member)
+                found = found + 1
+                matches = matches & (matches - 1)
+        T.sync_threads()
+        first = first + WARPS * WARP
 
 
 @T.macro
