@@ -50,15 +50,63 @@ def test_same_call_same_bits(target, device):
         assert torch.equal(op(torch.empty_like(x), x, wg, wd, weights, ids), first)
 
 
+@pytest.mark.parametrize("activation", ["silu_and_mul", "gelu_and_mul", "swigluoai"])
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize(("H", "F"), [(128, 256), (2056, 1048)])
+def test_the_experts_op_with_few_routes(
+    target, device, dtype, activation, biases, H, F, assert_accurate, poison
+):
+    x, wg, wd, weights, ids, bg, bd = experts_case(device, dtype, 3, 16, 4, H, F, biases)
+    output = torch.full_like(x, float("nan"))
+    poison(12 * F * 4, 12 * H * 4)
+    FusedMoEExpertsFwdOp(2.5, activation=activation, target=target)(
+        output, x, wg, wd, weights, ids, bg, bd
+    )
+    args = x, wg, wd, 2.5 * weights, ids, activation, bg, bd
+    assert_accurate(output, formulas.experts(*args), eager_experts(*args))
+
+
+@pytest.mark.parametrize("which", ["b_gate_up", "b_down"])
+def test_biases_of_few_routes_are_independent(target, device, which, assert_accurate):
+    x, wg, wd, weights, ids, bg, bd = experts_case(device, torch.bfloat16, 2, 16, 4, 128, 264)
+    bg, bd = (bg, None) if which == "b_gate_up" else (None, bd)
+    output = torch.full_like(x, float("nan"))
+    FusedMoEExpertsFwdOp(target=target)(output, x, wg, wd, weights, ids, bg, bd)
+    args = x, wg, wd, weights, ids, "silu_and_mul", bg, bd
+    assert_accurate(output, formulas.experts(*args), eager_experts(*args))
+
+
+def test_an_expert_twice_in_a_token_and_more_than_eight_times_in_all(
+    target, device, assert_accurate
+):
+    x, wg, wd, weights, ids, bg, bd = experts_case(device, torch.bfloat16, 20, 128, 5, 72, 40)
+    ids[:, 1] = ids[:, 0]
+    ids[3:, 2] = 77
+    ids[5], ids[6, 4] = -1, 128
+    output = torch.full_like(x, float("nan"))
+    FusedMoEExpertsFwdOp(target=target)(output, x, wg, wd, weights, ids, bg, bd)
+    assert (output[5] == 0).all()
+    args = x, wg, wd, weights, ids, "silu_and_mul", bg, bd
+    assert_accurate(output, formulas.experts(*args), eager_experts(*args))
+
+
+def test_no_route_to_any_expert(target, device):
+    x, wg, wd, weights, ids, bg, bd = experts_case(device, torch.bfloat16, 2, 16, 4, 128, 256)
+    weights[0, 0], ids[:] = float("nan"), 16
+    output = torch.full_like(x, float("nan"))
+    FusedMoEExpertsFwdOp(target=target)(output, x, wg, wd, weights, ids, bg, bd)
+    assert (output == 0).all()
+
+
 @pytest.mark.parametrize(
     ("change", "indexed"),
     [
         ({}, True),
+        ({"H": 72, "F": 40}, True),
+        ({"biases": True}, True),
+        ({"activation": "swigluoai"}, True),
         ({"T": 2}, False),  # as many routes as experts
-        ({"H": 72}, False),
-        ({"F": 128}, False),
-        ({"biases": True}, False),
-        ({"activation": "gelu_and_mul"}, False),
+        ({"T": 86, "E": 400, "H": 8, "F": 8}, False),  # 258 routes
     ],
 )
 def test_the_experts_op_picks_it_for_few_routes(monkeypatch, change, indexed):

@@ -31,7 +31,8 @@ def _indexed_expert_mlp_fwd_out(
         topk_weights=topk_weights,
         topk_ids=topk_ids,
     )
-    args = hidden_states, w_gate_up, w_down, topk_weights, topk_ids, scale
+    args = hidden_states, w_gate_up, w_down, topk_weights, topk_ids, None, None, scale
+    args = *args, "silu_and_mul"
     targets.run("indexed_expert_mlp_fwd", target, *args, out=out)
 
 
@@ -40,15 +41,9 @@ def _indexed_expert_mlp_fwd_out_fake(*args):
     return None
 
 
-def _staged(hidden_states, w_gate_up, w_down, topk_weights, topk_ids, scale, *, target, out):
-    """Run the grouped pipeline, which also reads each expert that has routes once."""
-    args = hidden_states, w_gate_up, w_down, topk_weights, topk_ids, None, None, scale
-    run_staged(*args, "silu_and_mul", target=target, out=out)
-
-
 targets.register_staged(
     "indexed_expert_mlp_fwd",
-    _staged,
+    run_staged,  # which also reads each expert that has routes once
     ("moe_pre_permute_fwd", "moe_grouped_gemm_fwd", "moe_post_permute_fwd"),
 )
 
@@ -58,7 +53,7 @@ class IndexedExpertMLPFwdOp(Op):
 
     [FusedMoEExpertsFwdOp][tileops.moe.FusedMoEExpertsFwdOp] with the activation `silu_and_mul` and
     without biases: the same sum, rounded in the same places. That op picks this form by itself
-    where it pays.
+    where it pays, with any activation and biases.
 
     Args:
         routed_scaling_factor: Finite, positive multiplier on the sum.

@@ -46,7 +46,7 @@ def refuse(
     num_experts, hidden, ffn = w_down.shape
     if hidden % 8 or ffn % 8 or not (hidden and ffn and num_experts):
         return f"takes H and F that are multiples of 8 (16 bytes) above 0, got {hidden} and {ffn}"
-    if few_routes(w_down, topk_ids, b_gate_up, b_down, activation):
+    if few_routes(w_down, topk_ids):
         return (
             f"leaves {topk_ids.numel()} routes of {num_experts} experts to indexed_expert_mlp_fwd"
         )
