@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from importlib import import_module
 from multiprocessing import get_context
 from typing import Any
@@ -98,11 +98,16 @@ def jit(
     """
     if function is None:
         return partial(jit, why_not=why_not, prepare=prepare, **options)
-    import tilelang
 
-    compiled = tilelang.jit(**options)(function)
+    @cache
+    def parsed() -> Callable[..., Any]:
+        # at the first build: an import of all kernels would spend seconds on those never used
+        import tilelang
+
+        return tilelang.jit(**options)(function)
+
     module, name = function.__module__, function.__name__
-    prepared: set[Any] = set()
+    kernels: dict[Any, Any] = {}
 
     @wraps(function)
     def builder(*args: Any, **kwargs: Any) -> Any:
@@ -112,11 +117,17 @@ def jit(
             if build not in collection[1]:
                 collection[1].append(build)
             return _kernel_that_does_nothing
+        key = (args, *kwargs.items())
+        kernel = kernels.get(key)
+        if kernel is None:
+            kernel = kernels[key] = make(args, kwargs)
+        return kernel
+
+    def make(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            kernel = compiled(*args, **kwargs)
-            if prepare is not None and kernel not in prepared:
+            kernel = parsed()(*args, **kwargs)
+            if prepare is not None:
                 prepare(kernel)
-                prepared.add(kernel)
             return kernel
         except Exception as error:
             if (reason := why_not()) is None:
