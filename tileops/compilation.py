@@ -20,6 +20,8 @@ from importlib import import_module
 from multiprocessing import get_context
 from typing import Any
 
+from tileops import repeat
+
 
 class CompileError(RuntimeError):
     """A kernel that is needed cannot be compiled; the message names its builder and arguments."""
@@ -121,7 +123,8 @@ def jit(
         kernel = kernels.get(key)
         if kernel is None:
             kernel = kernels[key] = make(args, kwargs)
-        return kernel
+        recorder = repeat.recording()
+        return kernel if recorder is None else recorder.launching(kernel)
 
     def make(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:

@@ -6,6 +6,8 @@ from math import gcd
 
 import torch
 
+from tileops import repeat
+
 
 def refuse_overlap(op: str, name: str, out: torch.Tensor, **inputs: torch.Tensor | None) -> None:
     """Raise a ValueError if ``out`` shares memory with itself or with one of the named inputs.
@@ -25,7 +27,10 @@ def refuse_overlap(op: str, name: str, out: torch.Tensor, **inputs: torch.Tensor
             f"{op}: {name} must not overlap itself, got shape {tuple(out.shape)} with strides "
             f"{out.stride()}; pass a buffer whose elements have places of their own"
         )
+    recorder = repeat.recording()
     for other, x in inputs.items():
+        if recorder is not None and x is not None:
+            recorder.keep_apart(out, _reach(out), x, _reach(x))
         if x is not None and shares_memory(out, x):
             raise ValueError(
                 f"{op}: {name} must not overlap {other}, got two tensors that share memory; "

@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from tileops import repeat
+
 BUILTIN = "builtin"
 """As ``target=``: the in-tree target of the tensors' device, whatever else is installed."""
 
@@ -54,11 +56,15 @@ class Target:
         name: The name that ``target=`` takes.
         kernels: For each operator its kernels, the most specialised first.
         detect: Whether this target claims a ``torch.device`` when no target is named.
+        repeats: Whether its kernels do nothing but allocate, view, and launch what
+            ``tileops.compilation.jit`` builds, and whether all that depends on nothing that
+            ``tileops.repeat.signature`` leaves out: such calls may be repeated without asking.
     """
 
     name: str
     kernels: Mapping[str, Sequence[Kernel]]
     detect: Callable[[torch.device], bool] = field(default=lambda device: False)
+    repeats: bool = False
 
 
 class NoKernelError(ValueError):
@@ -68,6 +74,8 @@ class NoKernelError(ValueError):
 _staged: dict[str, tuple[Kernel, tuple[str, ...]]] = {}
 _failures: dict[str, str] = {}
 _default: str | None = None
+version = 0
+"""How often it has changed which kernel serves a call."""
 
 
 def register_staged(operator: str, launch: Callable[..., object], stages: Sequence[str]) -> None:
@@ -78,7 +86,9 @@ def register_staged(operator: str, launch: Callable[..., object], stages: Sequen
         launch: Runs it through ``run``; called when no kernel of the target serves the call whole.
         stages: The operators it runs: a target that has them all has the composite.
     """
+    global version
     _staged[operator] = (Kernel(launch), tuple(stages))
+    version += 1
 
 
 @cache
@@ -179,9 +189,10 @@ def set_default_target(target: str | None) -> None:
     Raises:
         ValueError: If no target has that name.
     """
-    global _default
+    global _default, version
     _default = target_argument("set_default_target", target)
     resolve.cache_clear()
+    version += 1
 
 
 def target_argument(op: str, target: object) -> str | None:
@@ -261,7 +272,15 @@ def run(op: str, target: str | None, *args: torch.Tensor | object, **named: obje
         **named: ``out=``, where the operator writes a buffer.
     """
     name = resolve(target, args[0].device)  # type: ignore[union-attr]
-    return find_kernel(op, name, *args, **named).launch(*args, target=name, **named)
+    kernel = find_kernel(op, name, *args, **named)
+    with repeat.watched():
+        return kernel.launch(*args, target=name, **named)
+
+
+def repeats(target: str | None, device: torch.device) -> bool:
+    """Return whether calls on what ``target`` stands for on a device may be repeated."""
+    loaded = _load(resolve(target, device))
+    return loaded is not None and loaded.repeats
 
 
 def _no_kernel(op: str, target: str, *args: Any, **named: object) -> NoReturn:

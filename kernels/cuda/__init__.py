@@ -65,4 +65,5 @@ TARGET = Target(
         ],
     },
     detect=_detect,
+    repeats=True,
 )

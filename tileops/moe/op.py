@@ -5,19 +5,76 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
+
+from tileops import compilation, repeat, targets
+
+_SEEN, _UNLIKE = object(), object()
+"""Of a signature: that one call had it, and that its calls cannot be repeated."""
+
+_MOST_SIGNATURES = 64
+"""That an op remembers before it starts anew."""
+
 
 class Op:
     """Base of the ops. A subclass keeps each constructor argument as an attribute of that name."""
+
+    target: str | None
+    __slots__ = ("_calls",)  # no attribute: copies of an op start without
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the op on one call's tensors."""
         raise NotImplementedError
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``forward``."""
+        """Run ``forward``, or what it has launched for tensors like these: see `tileops.repeat`."""
+        if torch.compiler.is_compiling() or not repeat.is_plain():
+            return self.forward(*args, **kwargs)
+        tensors = (*args, *kwargs.values())
+        signature = repeat.signature(tensors)
+        if signature is None:
+            return self.forward(*args, **kwargs)
+        key = (signature, *kwargs, targets.version, *self.__dict__.values())
+        try:
+            calls = self._calls
+        except AttributeError:
+            calls = self._calls = {}
+        try:
+            known = calls.get(key)
+        except TypeError:  # a setting that a user's class has added, without a hash
+            return self.forward(*args, **kwargs)
+        if isinstance(known, repeat.Repetition):
+            if known.serves(tensors):
+                return known(tensors)
+        elif known is None:
+            if len(calls) >= _MOST_SIGNATURES:
+                calls.clear()
+            calls[key] = _SEEN
+        elif known is _SEEN and self._may_repeat(tensors):
+            result, repetition = repeat.record(lambda: self.forward(*args, **kwargs), tensors)
+            calls[key] = repetition or _UNLIKE
+            return result
         return self.forward(*args, **kwargs)
+
+    def _may_repeat(self, tensors: tuple[torch.Tensor | None, ...]) -> bool:
+        """Return whether nothing but kernels of a target that allows it has a part in a call."""
+        own = (type(self).forward, *map(type, self.__dict__.values()))
+        if any(part.__module__.split(".")[0] not in _KNOWN for part in own):
+            return False  # a user's code may do anything
+        device = next((x.device for x in tensors if x is not None), None)
+        return (
+            device is not None
+            and compilation.collected_arch() is None
+            and targets.repeats(self.target, device)
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
 
     def __repr__(self) -> str:
         names = inspect.signature(type(self)).parameters
         settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         return f"{type(self).__name__}({settings})"
+
+
+_KNOWN = "builtins", "torch", "tileops"

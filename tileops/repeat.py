@@ -1,0 +1,267 @@
+"""Eager calls that repeat: one like two earlier ones launches what they launched, and no more.
+
+Between its launches an op does much on the host: it checks its arguments, goes through the
+dispatcher, asks kernels what they refuse, picks tile sizes, makes views. All of that depends on the
+op's settings and on what `signature` tells of its tensors, never on what they hold. So the second
+call of a signature is watched, and what it allocates and launches becomes a `Repetition` that
+serves the calls after it. A call that does anything else besides, such as an operator of torch that
+computes, has none and always takes the whole way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_aten = torch.ops.aten
+_ALLOCATIONS = {_aten.new_empty, _aten.empty, _aten.empty_like}
+_NOTHING = nullcontext()
+
+_included = torch._C._dispatch_tls_local_include_set
+_keys_of = torch._C._dispatch_keys
+_select = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+# outside of every mode and transform, with inference mode and without
+_PLAIN = {
+    _select.raw_repr(),
+    _select.add(torch._C.DispatchKey.ADInplaceOrView).raw_repr(),
+}
+
+_recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+
+
+def is_plain() -> bool:
+    """Return whether no mode, transform, tracer or profiler sees the operators called now."""
+    return (
+        _included().raw_repr() in _PLAIN
+        and not torch._C._len_torch_function_stack()
+        and not torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+    )
+
+
+def signature(tensors: Sequence[object]) -> tuple[object, ...] | None:
+    """Return what decides about a call with these tensors (or None), but for their addresses.
+
+    None if one of them is something else, a tensor of another class included.
+    """
+    found: list[object] = [torch.is_grad_enabled()]
+    for x in tensors:
+        if type(x) is torch.Tensor or type(x) is torch.nn.Parameter:
+            found += (
+                x.shape,
+                x.stride(),
+                x.dtype,
+                x.get_device(),
+                x.data_ptr() % 16,
+                x.requires_grad,
+                _keys_of(x).raw_repr(),
+            )
+        elif x is None:
+            found.append(None)
+        else:
+            return None
+    return tuple(found)
+
+
+def recording() -> Recorder | None:
+    """Return what records the current call, or None."""
+    return _recorder.get()
+
+
+def watched() -> AbstractContextManager[object]:
+    """Return a context in which the recorder of the current call, if any, sees torch's operators.
+
+    Torch hides them from it inside of an operator that it has seen.
+    """
+    recorder = _recorder.get()
+    return _NOTHING if recorder is None or torch._C._len_torch_dispatch_stack() else recorder
+
+
+def record(call: Callable[[], Any], tensors: Sequence[object]) -> tuple[Any, Repetition | None]:
+    """Make a call with these tensors; return its result, and how to repeat it if that can be."""
+    recorder = Recorder(tensors)
+    token = _recorder.set(recorder)
+    try:
+        with recorder:
+            result = call()
+    finally:
+        _recorder.reset(token)
+    return result, recorder.repetition(result)
+
+
+class Repetition:
+    """What a call allocates, views and launches, for tensors of its signature.
+
+    Values have numbers: first the arguments, then all others. A step is a function, what picks its
+    arguments from the values, and the number that its result gets.
+    """
+
+    def __init__(
+        self,
+        steps: list[tuple[Callable[..., Any], Callable[[list[Any]], Any], int]],
+        values: list[Any],
+        result: Callable[[list[Any]], Any],
+        apart: list[tuple[int, int, int, int]],
+        device: int | None,
+    ) -> None:
+        self._steps = steps
+        self._values = values
+        self._result = result
+        self._apart = apart
+        self._device = device
+
+    def serves(self, tensors: Sequence[Any]) -> bool:
+        """Return whether the addresses and the current device are as they must be."""
+        for written, read, low, high in self._apart:
+            if low < tensors[read].data_ptr() - tensors[written].data_ptr() < high:
+                return False  # they may share memory: the op says what is wrong
+        return self._device is None or self._device == torch.cuda.current_device()
+
+    def __call__(self, tensors: Sequence[Any]) -> Any:
+        """Repeat the call with other tensors."""
+        values = [*tensors, *self._values]
+        for function, pick, place in self._steps:
+            values[place] = function(*pick(values))
+        return self._result(values)
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down what a call with the given tensors does."""
+
+    def __init__(self, tensors: Sequence[object]) -> None:
+        super().__init__()
+        self._values: list[Any] = list(tensors)
+        self._num_arguments = len(tensors)
+        self._owners = [i for i, x in enumerate(tensors) if x is not None]
+        self._views: dict[tuple[object, ...], int] = {}
+        self._steps: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
+        self._apart: list[tuple[int, int, int, int]] = []
+        # one tensor in two places: which of them a kernel gets cannot be told
+        self._faithful = len({id(tensors[i]) for i in self._owners}) == len(self._owners)
+
+    def _see(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _ALLOCATIONS:
+            self._allocated(result)
+        elif func.namespace != "tileops" and not func.is_view:
+            self._faithful = False
+        return result
+
+    def launching(self, kernel: Any) -> Callable[..., None]:
+        """Return ``kernel`` as a function that writes down its launches."""
+
+        def launch(*args: object) -> None:
+            kernel(*args)
+            self._step(kernel.torch_function, args)
+
+        return launch
+
+    def keep_apart(self, out: torch.Tensor, out_bytes: int, x: torch.Tensor, x_bytes: int) -> None:
+        """Write down that two tensors, of a span of so many bytes, must not share memory."""
+        written, read = self._number(out), self._number(x)
+        if written < self._num_arguments and read < self._num_arguments:
+            self._apart.append((written, read, -x_bytes, out_bytes))
+        elif written not in self._owners or read not in self._owners:
+            self._faithful = False
+
+    def repetition(self, result: object) -> Repetition | None:
+        """Return what was written down of a call that has returned ``result``."""
+        parts = result if type(result) is tuple and len(result) > 1 else (result,)
+        numbers = [self._number(part) for part in parts]
+        made = {place for _, _, place in self._steps}
+        devices = {self._values[i].get_device() for i in self._owners}
+        device = devices.pop() if devices else -1
+        if device >= 0:
+            self._faithful &= device == torch.cuda.current_device()
+        if not self._faithful or devices:
+            return None
+        last = len(self._values)  # takes what launches return
+        steps = [
+            (function, _pick(places), last if place < 0 else place)
+            for function, places, place in self._steps
+        ]
+        values = [None if i in made else value for i, value in enumerate(self._values)]
+        pick = itemgetter(*numbers)  # a value, or a tuple of several
+        own = [*values[self._num_arguments :], None]
+        return Repetition(steps, own, pick, self._apart, device if device >= 0 else None)
+
+    def _step(self, function: Callable[..., Any], args: Sequence[object], place: int = -1) -> None:
+        self._steps.append((function, tuple(map(self._number, args)), place))
+
+    def _allocated(self, x: torch.Tensor) -> None:
+        self._faithful &= x.is_contiguous()
+        known = [self._values[i] for i in self._owners]
+        like = next((other for other in known if other.dtype == x.dtype), None)
+        place = self._add(x)
+        if like is not None:
+            self._step(torch.Tensor.new_empty, (like, tuple(x.shape)), place)
+        else:
+            self._step(_new_empty, (known[0], tuple(x.shape), x.dtype), place)
+        self._owners.append(place)
+
+    def _number(self, value: object) -> int:
+        if not isinstance(value, torch.Tensor):
+            self._faithful &= value is None or isinstance(value, _CONSTANTS)
+            return self._add(value)
+        for i, known in enumerate(self._values):
+            if known is value:
+                return i
+        storage = value.untyped_storage()._cdata
+        bases = [i for i in self._owners if self._values[i].untyped_storage()._cdata == storage]
+        if len(bases) != 1:  # of tensors that share memory, which one is viewed cannot be told
+            self._faithful = False
+            return self._add(None)
+        place = bases[0]
+        if self._values[place].dtype != value.dtype:
+            try:
+                place = self._view(place, torch.Tensor.view, value.dtype)
+            except RuntimeError:  # its sizes do not allow that
+                self._faithful = False
+                return self._add(None)
+        base = self._values[place]
+        form = tuple(value.shape), value.stride()
+        start = value.storage_offset() - base.storage_offset()
+        if start:
+            return self._view(place, _view, *form, start)
+        if form == (tuple(base.shape), base.stride()):
+            return place
+        return self._view(place, torch.Tensor.as_strided, *form)
+
+    def _view(self, base: int, function: Callable[..., torch.Tensor], *form: Any) -> int:
+        key = base, function, *form
+        if key not in self._views:
+            self._views[key] = place = self._add(function(self._values[base], *form))
+            self._step(function, (self._values[base], *form), place)
+        return self._views[key]
+
+    def _add(self, value: object) -> int:
+        self._values.append(value)
+        return len(self._values) - 1
+
+
+# in the class, torch would wrap it in what imports torch._dynamo: seconds, at the first call
+Recorder.__torch_dispatch__ = Recorder._see  # type: ignore[method-assign]
+
+_CONSTANTS = int, float, str, tuple, torch.dtype
+
+
+def _pick(numbers: Sequence[int]) -> Callable[[list[Any]], Any]:
+    """Return a function that picks the values of these numbers, as a tuple."""
+    if len(numbers) > 1:
+        return itemgetter(*numbers)
+    return lambda values: [values[i] for i in numbers]
+
+
+def _new_empty(like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return like.new_empty(shape, dtype=dtype)
+
+
+def _view(
+    base: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], start: int
+) -> torch.Tensor:
+    return base.as_strided(shape, stride, base.storage_offset() + start)
