@@ -293,10 +293,6 @@ def test_calls_that_are_collected_are_not_repeated():
     assert not repeated(op)
 
 
-REPEATED = {
-    *("fused_topk_fwd", "fused_moe_fwd", "fused_moe_experts_fwd", "indexed_expert_mlp_fwd"),
-    *("fused_moe_fp8_fwd", "moe_pre_permute_fwd", "moe_permute_align_fwd"),
-}
 STEPS = verify.steps(load_all(), [1, 16, 512], ["uniform"])
 
 
@@ -321,4 +317,4 @@ def test_every_op_repeats_on_the_published_models(step, launches):
             op(**inputs)
             given = list(inputs.values())
             assert described(launches, given) == described(whole, given)
-            assert repeated(op) or name not in REPEATED
+            assert repeated(op)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from functools import partial, wraps
 from operator import itemgetter
 from typing import Any
 
@@ -82,6 +83,17 @@ def watched() -> AbstractContextManager[object]:
     return _NOTHING if recorder is None or torch._C._len_torch_dispatch_stack() else recorder
 
 
+def watching(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have the function of an operator run under `watched`: one that allocates on its own."""
+
+    @wraps(function)
+    def watched_function(*args: Any) -> Any:
+        with watched():
+            return function(*args)
+
+    return watched_function
+
+
 def record(call: Callable[[], Any], tensors: Sequence[object]) -> tuple[Any, Repetition | None]:
     """Make a call with these tensors; return its result, and how to repeat it if that can be."""
     recorder = Recorder(tensors)
@@ -148,6 +160,10 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket in _ALLOCATIONS:
             self._allocated(result)
+        elif func.overloadpacket is _aten.full:  # made of nothing but constants
+            self._owners.append(self._add(result))
+            made = partial(func, *args, **(kwargs or {}))
+            self._steps.append((made, (), self._owners[-1]))
         elif func.namespace != "tileops" and not func.is_view:
             self._faithful = False
         return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tileops import check, targets
+from tileops import check, repeat, targets
 from tileops.layouts import ContiguousLayoutSpec
 from tileops.moe.grouped_gemm_fp8 import check_scale, run_grouped_gemm_fp8
 
@@ -124,6 +124,7 @@ targets.register_staged(
 
 
 @torch.library.impl("tileops::shared_expert_mlp_fp8_fwd", "CompositeExplicitAutograd")
+@repeat.watching
 def _shared_expert_mlp_fp8_fwd(hidden_states, *args):
     *args, target = args
     out = hidden_states.new_empty(hidden_states.shape)

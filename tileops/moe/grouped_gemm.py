@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tileops import check, targets
+from tileops import check, repeat, targets
 from tileops.layouts import (
     ContiguousLayoutSpec,
     MaskedLayoutSpec,
@@ -83,6 +83,7 @@ def run_grouped_gemm(a, b, metadata, bias, layout, activation, target, out) -> N
 
 
 @torch.library.impl("tileops::moe_grouped_gemm_fwd", "CompositeExplicitAutograd")
+@repeat.watching
 def _moe_grouped_gemm_fwd(a, b, metadata, bias, layout, activation, out_dtype, target):
     out = _new_output(a, b, activation, out_dtype)
     run_grouped_gemm(a, b, metadata, bias, parse_layout(layout), activation, target, out)

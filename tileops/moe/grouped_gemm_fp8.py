@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tileops import check, targets
+from tileops import check, repeat, targets
 from tileops.layouts import MGroupedLayoutSpec, layout_argument, parse_layout
 from tileops.moe.grouped_gemm import ACTIVATIONS, check_metadata, check_rows, gate_and_up
 from tileops.moe.op import Op
@@ -49,6 +49,7 @@ def _new_output(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.impl("tileops::moe_grouped_gemm_fp8_fwd", "CompositeExplicitAutograd")
+@repeat.watching
 def _moe_grouped_gemm_fp8_fwd(a, a_scale, b, b_scale, metadata, layout, target):
     out = _new_output(a, b)
     spec = parse_layout(layout)

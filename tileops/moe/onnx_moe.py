@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from tileops import check, targets
+from tileops import check, repeat, targets
 from tileops.moe.grouped_gemm import Activation
 from tileops.moe.onnx_checks import check_activation, check_input, check_k, needs_fc3
 from tileops.moe.onnx_stages import LAYOUT, STAGES, plain_activation, route, run_experts
@@ -22,6 +22,7 @@ torch.library.define(
 
 
 @torch.library.impl("tileops::moe_fwd", "CompositeExplicitAutograd")
+@repeat.watching
 def _moe_fwd(*args):
     *args, target = args
     out = args[0].new_empty(args[0].shape)

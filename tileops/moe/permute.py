@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tileops import check, targets
+from tileops import check, repeat, targets
 from tileops.layouts import (
     MaskedLayoutSpec,
     MGroupedLayoutSpec,
@@ -58,6 +58,7 @@ def _moe_pre_permute_fwd_fake(hidden_states, local_expert_ids, layout, num_local
 
 
 @torch.library.impl("tileops::moe_post_permute_fwd", "CompositeExplicitAutograd")
+@repeat.watching
 def _moe_post_permute_fwd(
     expert_output, topk_weights, inverse_indices, layout, scale, out_dtype, target
 ):

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from tileops import check, compilation, targets
+from tileops import check, compilation, repeat, targets
 from tileops.moe.grouped_gemm import Activation
 from tileops.moe.onnx_checks import check_activation, check_input, check_k, check_quantized
 from tileops.moe.onnx_stages import STAGES, plain_activation, route, run_experts
@@ -25,6 +25,7 @@ torch.library.define(
 
 
 @torch.library.impl("tileops::qmoe_fwd", "CompositeExplicitAutograd")
+@repeat.watching
 def _qmoe_fwd(*args):
     *args, target = args
     out = args[0].new_empty(args[0].shape)

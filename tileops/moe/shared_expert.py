@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tileops import check, targets
+from tileops import check, repeat, targets
 from tileops.layouts import ContiguousLayoutSpec
 from tileops.moe.fused_moe import FusedMoEFwdOp
 from tileops.moe.grouped_gemm import ACTIVATIONS
@@ -18,6 +18,7 @@ torch.library.define(
 
 
 @torch.library.impl("tileops::shared_expert_mlp_fwd", "CompositeExplicitAutograd")
+@repeat.watching
 def _shared_expert_mlp_fwd(hidden_states, w_gate, w_up, w_down, target):
     out = hidden_states.new_empty(hidden_states.shape)
     targets.run("shared_expert_mlp_fwd", target, hidden_states, w_gate, w_up, w_down, out=out)

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from tileops import check, targets
+from tileops import check, repeat, targets
 from tileops.moe.op import Op
 
 torch.library.define(
@@ -29,6 +29,7 @@ def as_matrix(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.impl("tileops::swiglu_fwd", "CompositeExplicitAutograd")
+@repeat.watching
 def _swiglu_fwd(gate, up, limit, alpha, beta, target):
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
