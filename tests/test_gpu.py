@@ -6,6 +6,7 @@ import pytest
 import tilelang
 import torch
 from test_compile import NAMES, equal, programs, tokens
+from torch.overrides import BaseTorchFunctionMode
 
 from tileops.moe import (
     ContiguousLayoutSpec,
@@ -35,6 +36,16 @@ def test_a_captured_graph_replays_on_new_data(name):
         g.copy_(new_g)
         graph.replay()
         equal(captured, program(new_x, new_g))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_repeated_call_gives_what_the_whole_one_does(name):
+    program = programs("cuda", "cuda")[name]
+    for _ in range(4):
+        x, g = tokens(37, "cuda")
+        result = program(x, g)
+        with BaseTorchFunctionMode():  # under which no call is repeated
+            equal(result, program(x, g))
 
 
 @pytest.mark.parametrize("name", NAMES)
