@@ -9,8 +9,9 @@ from importlib import import_module
 import pytest
 import torch
 
+from tileops.moe import FusedMoEExpertsFwdOp, MoEGroupedGemmFP8FwdOp
 from tileops.workloads.layer import Layer
-from tileops.workloads.peers import PeerError, measure, start
+from tileops.workloads.peers import PeerError, measure, start, tileops_0_1
 from tileops.workloads.problems import PROBLEMS, Draw
 from tileops.workloads.problems_fp8 import PROBLEMS_FP8
 
@@ -318,6 +319,13 @@ def test_tileops_0_1_has_the_fp8_gemm_on_slabs_only(tmp_path):
         if not problem.part.endswith("masked"):
             with pytest.raises(PeerError, match="has no such op"):
                 measure(f"tileops-0.1={tmp_path}", [problem], lambda outputs: None, None)
+
+
+def test_tileops_0_1_gets_no_buffer():
+    assert tileops_0_1.arguments(MoEGroupedGemmFP8FwdOp) == [
+        *("a", "a_scale", "b", "b_scale", "layout_metadata")
+    ]
+    assert "output" not in tileops_0_1.arguments(FusedMoEExpertsFwdOp)
 
 
 PACKAGE = """

@@ -8,6 +8,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+# asked once, since torch.compile cannot trace the question in every version of torch
+_AUTOCAST = {kind for kind in ("cpu", "cuda", "xpu") if torch.amp.is_autocast_available(kind)}
+
 
 class Float32Linear(nn.Linear):
     """A linear layer that stays in float32."""
@@ -18,7 +21,7 @@ class Float32Linear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the product in float32, under autocast too."""
         kind = input.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
                 return super().forward(input.float())
         return super().forward(input.float())

@@ -40,9 +40,7 @@ def measure(problems, check, graph, folder: str) -> tuple[float, str]:
         outputs = as_tuple(first.prepared(None)())
     for out in outputs:
         out.fill_(torch.nan if out.is_floating_point() else -1)
-    # its ops take the same arguments in the same order, but for the buffer
-    names = list(inspect.signature(first.cls.forward).parameters)[1:]
-    sets = [[p.inputs.get(name) for name in names if name != "output"] for p in problems]
+    sets = [[p.inputs.get(name) for name in arguments(first.cls)] for p in problems]
     task = {
         "cls": first.cls.__name__,
         "settings": {name: repr(value) for name, value in first.settings.items()},
@@ -61,6 +59,12 @@ def measure(problems, check, graph, folder: str) -> tuple[float, str]:
         finally:
             process.kill()
     return answer["microseconds"], answer["how"]
+
+
+def arguments(cls: type) -> list[str]:
+    """Return the names of the arguments that the package's op has too: all but the buffer."""
+    names = list(inspect.signature(cls.forward).parameters)[1:]  # type: ignore[attr-defined]
+    return [name for name in names if name not in ("output", "out")]
 
 
 _waiting: dict[str, subprocess.Popen] = {}
