@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tileops import targets
+from tileops.compilation import collecting
 from tileops.moe import (
     FusedMoEFP8FwdOp,
     FusedMoEFwdOp,
@@ -67,3 +69,31 @@ def test_rows_match_the_launches(calls):
         name: (len(arguments), ["out"] if writes else [])
         for name, (arguments, writes) in TABLE.items()
     }
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of the buffers that are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.new_empty, torch.ops.aten.empty):
+            self.bytes += result.numel() * result.element_size()
+        return result
+
+
+@pytest.mark.parametrize("tokens", [5, 600])
+def test_the_routed_experts_allocate_two_rows_a_route(tokens):
+    """The activated one and the result: no copy of the tokens, no products of gate and up."""
+    experts, top_k, hidden, ffn = 64, 4, 256, 128
+    x = torch.empty(tokens, hidden, dtype=torch.bfloat16)
+    up, down = x.new_empty(experts, 2 * ffn, hidden), x.new_empty(experts, hidden, ffn)
+    weights, ids = torch.empty(tokens, top_k), torch.zeros(tokens, top_k, dtype=torch.int32)
+    args = x, up, down, weights, ids, None, None, 1.0, "silu_and_mul"
+    with collecting("sm_90a"), Allocations() as made:
+        targets.run("fused_moe_experts_fwd", "cuda", *args, out=torch.empty_like(x))
+    rows = 2 * tokens * top_k * (hidden + ffn)
+    assert rows <= made.bytes <= rows + 16 * tokens * top_k + 32 * experts
