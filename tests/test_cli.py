@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from functools import partial
@@ -10,7 +11,7 @@ from tileops import targets
 from tileops.__main__ import app
 from tileops.cli import machine
 from tileops.kernels.cuda import device
-from tileops.workloads import demo, timing
+from tileops.workloads import demo, timing, verify
 from tileops.workloads.layer import Layer
 
 SMALL = Layer("small", num_experts=16, top_k=4, hidden_size=64, ffn_size=48)
@@ -81,6 +82,22 @@ def test_demo_refuses_a_wrong_number_of_tokens(tokens):
     result = run("demo", "--tokens", tokens)
     assert result.exit_code == 2
     assert "--tokens" in result.stderr
+
+
+def test_verify_writes_its_results_after_each_step(monkeypatch, tmp_path):
+    """A run that is killed leaves those of the steps before."""
+    path, left, steps = tmp_path / "results.json", [], verify.verify
+
+    def watched(*args):
+        for rows in steps(*args):
+            yield rows
+            left.append(len(json.loads(path.read_text())["rows"]))
+
+    monkeypatch.setattr(verify, "verify", watched)
+    options = ("--case", "olmoe-1b-7b", "--op", "fused_topk_fwd", "--routing", "uniform")
+    options += ("--tokens", "1", "--tokens", "2", "--target", "reference", "--json", str(path))
+    assert run("verify", *options).exit_code == 0
+    assert left == [1, 2]
 
 
 def test_targets_lists_what_is_installed_and_what_did_not_load(monkeypatch):

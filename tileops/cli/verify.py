@@ -53,24 +53,21 @@ def run_verify(
     quiet_compiler()
     check_writable("--json", json_file)
     rows: list[verify.Row] = []
-    try:
-        with progress_bar(len(steps)) as done:
-            for found in verify.verify(steps, target, DTYPES[dtype]):
-                rows += found
-                for row in found:
-                    if not row.passed:
-                        err.print(f"failed: {row}", style="red", soft_wrap=True)
-                done(f"{found[0].case}, {found[0].tokens} tokens")
-    finally:  # an interrupted run leaves what it found
-        if json_file is not None:
-            content = {
-                "command": command_line(),
-                "machine": report.machine(verify.device_of(target)),
-                "versions": report.versions(),
-                "date": report.today(),
-                "rows": [asdict(row) for row in rows],
-            }
-            write(json_file, content)
+    content = {
+        "command": command_line(),
+        "machine": report.machine(verify.device_of(target)),
+        "versions": report.versions(),
+        "date": report.today(),
+    }
+    with progress_bar(len(steps)) as done:
+        for found in verify.verify(steps, target, DTYPES[dtype]):
+            rows += found
+            for row in found:
+                if not row.passed:
+                    err.print(f"failed: {row}", style="red", soft_wrap=True)
+            done(f"{found[0].case}, {found[0].tokens} tokens")
+            if json_file is not None:  # each step, so that a run cut short leaves its results
+                write(json_file, content | {"rows": [asdict(row) for row in rows]})
     table = Table("op", "case", "dtype", "target")
     for name in ("calls", "max error", "bound", "pass"):
         table.add_column(name, justify="right")
