@@ -164,7 +164,7 @@ def changed(inputs):
     yield "dtype", (x, g.float(), up, down)
     yield "stride", (bf16(2, 2 * H)[:, :H], g, up, down)
     yield "alignment", (x, bf16(2 * E + 1)[1:].view(2, E), up, down)
-    yield "conjugate", (x, torch._neg_view(g), up, down)
+    yield "conjugate", (x, torch._neg_view(g), up, down)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def test_tensors_unlike_those_before_go_all_the_way(layer, whole_calls):
@@ -208,7 +208,7 @@ def test_modes_see_the_operator(layer, whole_calls):
         fakes = [mode.from_tensor(x) for x in inputs]
         assert type(op(*fakes)) is type(fakes[0])
     traced = torch.jit.trace(lambda *xs: op(*xs), inputs, check_trace=False)
-    assert "fused_moe_fwd" in str(traced.graph)
+    assert "fused_moe_fwd" in str(traced.graph)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_overlaps_are_found_again(launches):
