@@ -250,6 +250,31 @@ def test_other_operators_and_parts_of_users_are_not_repeated(launches):
     assert repetition is None
 
 
+def outcome(call, *inputs):
+    try:
+        return [x.device for x in call(*inputs)]
+    except Exception as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize("asked", [None, "cuda"])
+def test_tensors_without_memory_fare_as_before(asked, launches):
+    op, x = FusedTopKFwdOp(K, target=asked), torch.randn(3, E)
+    for make in (lambda: x.to("meta"), x.to_sparse, x.to_mkldnn):
+        expected = outcome(op.forward, make())
+        for _ in range(3):
+            assert outcome(op, make()) == expected
+
+
+def test_a_target_that_is_none_is_refused_in_its_place(launches):
+    op = FusedTopKFwdOp(K)
+    for op.target in ("unknown", 3):
+        for x in (bf16(E), bf16(2, E)):
+            expected = outcome(op.forward, x)
+            for _ in range(3):
+                assert outcome(op, x) == expected
+
+
 def test_a_target_that_does_not_promise_it_is_not_repeated():
     op = FusedTopKFwdOp(K, target="reference")
     for _ in range(3):

@@ -48,17 +48,21 @@ def is_plain() -> bool:
 def signature(tensors: Sequence[object]) -> tuple[object, ...] | None:
     """Return what decides about a call with these tensors (or None), but for their addresses.
 
-    None if one of them is something else, a tensor of another class included.
+    None if one of them is something else, a tensor of another class or without memory included.
     """
     found: list[object] = [torch.is_grad_enabled()]
     for x in tensors:
         if type(x) is torch.Tensor or type(x) is torch.nn.Parameter:
+            try:
+                address = x.data_ptr()
+            except RuntimeError:  # of a sparse one, say
+                return None
             found += (
                 x.shape,
                 x.stride(),
                 x.dtype,
                 x.get_device(),
-                x.data_ptr() % 16,
+                address % 16,
                 x.requires_grad,
                 _keys_of(x).raw_repr(),
             )

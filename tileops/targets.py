@@ -279,7 +279,10 @@ def run(op: str, target: str | None, *args: torch.Tensor | object, **named: obje
 
 def repeats(target: str | None, device: torch.device) -> bool:
     """Return whether calls on what ``target`` stands for on a device may be repeated."""
-    loaded = _load(resolve(target, device))
+    try:
+        loaded = _load(resolve(target, device))
+    except Exception:  # the call itself tells, after what else is wrong; or it is on meta tensors
+        return False
     return loaded is not None and loaded.repeats
 
 
