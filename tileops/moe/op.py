@@ -30,6 +30,8 @@ class Op:
         """Run ``forward``, or what it has launched for tensors like these: see `tileops.repeat`."""
         if torch.compiler.is_compiling() or not repeat.is_plain():
             return self.forward(*args, **kwargs)
+        if compilation.collected_arch() is not None:  # such a call launches nothing
+            return self.forward(*args, **kwargs)
         tensors = (*args, *kwargs.values())
         signature = repeat.signature(tensors)
         if signature is None:
@@ -62,11 +64,7 @@ class Op:
         if any(part.__module__.split(".")[0] not in _KNOWN for part in own):
             return False  # a user's code may do anything
         device = next((x.device for x in tensors if x is not None), None)
-        return (
-            device is not None
-            and compilation.collected_arch() is None
-            and targets.repeats(self.target, device)
-        )
+        return device is not None and targets.repeats(self.target, device)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__
