@@ -1,8 +1,11 @@
 """Calls that repeat launch what the whole call would, and anything new about a call is noticed."""
 
 import copy
+import functools
+import gc
 import pickle
 import sys
+import weakref
 
 import pytest
 import tilelang
@@ -250,6 +253,57 @@ def test_other_operators_and_parts_of_users_are_not_repeated(launches):
     assert repetition is None
 
 
+def wrapped(function, calls):
+    @functools.wraps(function)
+    def counted(*args):
+        calls.append(args)
+        return function(*args)
+
+    return counted
+
+
+def test_a_forward_of_users_is_called_each_time(launches, monkeypatch):
+    calls = []
+
+    class Layer(FusedMoEFwdOp):
+        _check_routing = wrapped(FusedMoEFwdOp._check_routing, calls)
+
+    class Select(FusedTopKFwdOp):
+        forward = wrapped(FusedTopKFwdOp.forward, calls)
+
+    patched = FusedTopKFwdOp(K, target="cuda")
+    patched.forward = wrapped(patched.forward, calls)
+    rows = (bf16(2, E),)
+    plain = FusedTopKFwdOp(K, target="cuda")
+    for _ in range(3):
+        plain(*rows)
+    assert repeated(plain)
+    monkeypatch.setattr(FusedTopKFwdOp, "forward", wrapped(FusedTopKFwdOp.forward, calls))
+    new = FusedTopKFwdOp(K, target="cuda")
+    for op, inputs in (
+        (Layer(K, target="cuda"), layer_inputs(2)),
+        (Select(K, target="cuda"), rows),
+        (patched, rows),
+        (plain, rows),
+        (new, rows),
+    ):
+        calls.clear()
+        for _ in range(4):
+            op(*inputs)
+        assert len(calls) >= 4, op
+
+
+def test_parts_that_users_replace_are_not_kept(launches):
+    class Movement(PrepareAndFinalizeNoOp):
+        pass
+
+    op = FusedMoEFwdOp(K, target="cuda", prepare_finalize=Movement())
+    op(*layer_inputs(2))
+    held = weakref.ref(op.prepare_finalize)
+    op.prepare_finalize = None
+    assert held() is None
+
+
 def outcome(call, *inputs):
     try:
         return [x.device for x in call(*inputs)]
@@ -283,9 +337,6 @@ def test_a_target_that_does_not_promise_it_is_not_repeated():
 
 
 def test_no_tensor_is_kept_alive(layer, launches):
-    import gc
-    import weakref
-
     op, _ = layer
     x = layer_inputs(2)
     held = [weakref.ref(t) for t in x]

@@ -36,7 +36,8 @@ class Op:
         signature = repeat.signature(tensors)
         if signature is None:
             return self.forward(*args, **kwargs)
-        key = (signature, *kwargs, targets.version, *self.__dict__.values())
+        own = type(self).forward, *self.__dict__.values()
+        key = (signature, *kwargs, targets.version, *own)
         try:
             calls = self._calls
         except AttributeError:
@@ -48,21 +49,24 @@ class Op:
         if isinstance(known, repeat.Repetition):
             if known.serves(tensors):
                 return known(tensors)
-        elif known is None:
+        elif known is not _UNLIKE and self._may_repeat(tensors):
+            if known is _SEEN:
+                result, repetition = repeat.record(lambda: self.forward(*args, **kwargs), tensors)
+                calls[key] = repetition or _UNLIKE
+                return result
             if len(calls) >= _MOST_SIGNATURES:
                 calls.clear()
             calls[key] = _SEEN
-        elif known is _SEEN and self._may_repeat(tensors):
-            result, repetition = repeat.record(lambda: self.forward(*args, **kwargs), tensors)
-            calls[key] = repetition or _UNLIKE
-            return result
         return self.forward(*args, **kwargs)
 
     def _may_repeat(self, tensors: tuple[torch.Tensor | None, ...]) -> bool:
         """Return whether nothing but kernels of a target that allows it has a part in a call."""
-        own = (type(self).forward, *map(type, self.__dict__.values()))
-        if any(part.__module__.split(".")[0] not in _KNOWN for part in own):
+        types = type(self), *map(type, self.__dict__.values())
+        if any(cls.__module__.split(".")[0] not in _KNOWN for cls in types):
             return False  # a user's code may do anything
+        # of a wrapper, the module is that of what it wraps
+        if not getattr(self.forward, "__globals__", {}).get("__name__", "").startswith("tileops."):
+            return False
         device = next((x.device for x in tensors if x is not None), None)
         return device is not None and targets.repeats(self.target, device)
 
