@@ -6,6 +6,7 @@ import gc
 import pickle
 import sys
 import weakref
+from typing import Any
 
 import pytest
 import tilelang
@@ -192,6 +193,20 @@ def test_settings_and_targets_that_change_are_noticed(layer, whole_calls):
     assert whole_calls
 
 
+def test_a_setting_that_changes_while_a_call_is_recorded_is_noticed(launches, monkeypatch):
+    op, x = FusedTopKFwdOp(K, target="cuda"), bf16(2, E)
+    op(x)
+    record = repeat.record
+
+    def record_late(*args):
+        op.renormalize = True  # as another thread may do
+        return record(*args)
+
+    monkeypatch.setattr(repeat, "record", record_late)
+    op(x)
+    assert not repeated(op)
+
+
 def test_errors_are_raised_as_before(layer):
     op, (x, g, up, down) = layer
     with pytest.raises(ValueError, match="w_down must be"):
@@ -253,7 +268,7 @@ def test_other_operators_and_parts_of_users_are_not_repeated(launches):
     assert repetition is None
 
 
-def wrapped(function, calls):
+def wrapped(function, calls) -> Any:
     @functools.wraps(function)
     def counted(*args):
         calls.append(args)
@@ -272,7 +287,7 @@ def test_a_forward_of_users_is_called_each_time(launches, monkeypatch):
         forward = wrapped(FusedTopKFwdOp.forward, calls)
 
     patched = FusedTopKFwdOp(K, target="cuda")
-    patched.forward = wrapped(patched.forward, calls)
+    monkeypatch.setattr(patched, "forward", wrapped(patched.forward, calls))
     rows = (bf16(2, E),)
     plain = FusedTopKFwdOp(K, target="cuda")
     for _ in range(3):
@@ -321,7 +336,7 @@ def test_tensors_without_memory_fare_as_before(asked, launches):
 
 
 def test_a_target_that_is_none_is_refused_in_its_place(launches):
-    op = FusedTopKFwdOp(K)
+    op: Any = FusedTopKFwdOp(K)
     for op.target in ("unknown", 3):
         for x in (bf16(E), bf16(2, E)):
             expected = outcome(op.forward, x)
