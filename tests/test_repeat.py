@@ -207,6 +207,13 @@ def test_a_setting_that_changes_while_a_call_is_recorded_is_noticed(launches, mo
     assert not repeated(op)
 
 
+def test_autocast_is_noticed(layer, whole_calls):
+    op, inputs = layer
+    with torch.autocast("cpu"):
+        op(*inputs)
+    assert whole_calls
+
+
 def test_errors_are_raised_as_before(layer):
     op, (x, g, up, down) = layer
     with pytest.raises(ValueError, match="w_down must be"):

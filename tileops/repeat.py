@@ -50,7 +50,7 @@ def signature(tensors: Sequence[object]) -> tuple[object, ...] | None:
 
     None if one of them is something else, a tensor of another class or without memory included.
     """
-    found: list[object] = [torch.is_grad_enabled()]
+    found: list[object] = [torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()]
     for x in tensors:
         if type(x) is torch.Tensor or type(x) is torch.nn.Parameter:
             try:
