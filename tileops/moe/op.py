@@ -12,8 +12,8 @@ from tileops import compilation, repeat, targets
 _SEEN, _UNLIKE = object(), object()
 """Of a signature: that one call had it, and that its calls cannot be repeated."""
 
-_MOST_SIGNATURES = 64
-"""That an op remembers before it starts anew."""
+_MOST_SIGNATURES = 256
+"""That an op remembers, in 8 KB each, before it starts anew."""
 
 
 class Op:
