@@ -249,6 +249,12 @@ def test_overlaps_are_found_again(launches):
         op(both[1:], both[:2], *rest)
 
 
+def test_results_in_other_containers_are_not_repeated():
+    x = torch.empty(2)
+    for results in ((x,), [x], torch.topk(x, 1)):
+        assert repeat.record(lambda given=results: given, (x,))[1] is None
+
+
 def test_a_tensor_given_twice_is_never_confused(launches):
     op = FusedMoEFwdOp(K, target="cuda")
     x, g, up, down = bf16(2, 128), None, bf16(128, 2 * F, 128), bf16(128, 128, F)

@@ -192,6 +192,7 @@ class Recorder(TorchDispatchMode):
     def repetition(self, result: object) -> Repetition | None:
         """Return what was written down of a call that has returned ``result``."""
         parts = result if type(result) is tuple and len(result) > 1 else (result,)
+        self._faithful &= all(isinstance(part, torch.Tensor) for part in parts)
         numbers = [self._number(part) for part in parts]
         made = {place for _, _, place in self._steps}
         devices = {self._values[i].get_device() for i in self._owners}
