@@ -4,9 +4,11 @@ import pytest
 import torch
 from formulas import route
 
+from tileops.kernels.cuda import topk_merge
 from tileops.moe import FusedTopKFwdOp
 
 NAN, INF = math.nan, math.inf
+MANY = 4100
 SCORINGS = ["softmax", "sigmoid"]
 # every count that a power-of-two, a warp or a table of known models would miss
 EXPERTS = [1, 2, 3, 5, 12, 60, 62, 96, 128, 160, 192, 257, 320, 384, 448, 512, 576, 896]
@@ -196,6 +198,10 @@ def test_token_counts(target, device, num_tokens):
     torch.testing.assert_close(weights, torch.softmax(best.values[:, :2], 1))
 
 
+def test_many_tokens_are_those_that_share_warps():
+    assert topk_merge.takes(MANY, 512, 10, 8)
+
+
 @pytest.mark.parametrize("logits_dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
     ("scoring", "num_experts", "groups", "kept", "top_k"),
@@ -208,7 +214,7 @@ def test_token_counts(target, device, num_tokens):
     ],
 )
 def test_many_tokens(target, device, scoring, num_experts, groups, kept, top_k, logits_dtype):
-    logits = torch.randn(2500, num_experts).mul(4).round().div(4)  # many ties
+    logits = torch.randn(MANY, num_experts).mul(4).round().div(4)  # many ties
     logits[::7, ::3] = -INF
     logits[::9, 1::5] = NAN
     logits[13] = NAN
@@ -224,7 +230,7 @@ def test_many_tokens(target, device, scoring, num_experts, groups, kept, top_k, 
 def test_many_tokens_with_a_bias(target, device):
     bias = torch.linspace(-1, 1, 256, device=device)[torch.randperm(256)]
     op = FusedTopKFwdOp(8, "sigmoid", True, 8, 4, 2.5, target=target)
-    check(op, logits_without_ties(2500, 256, device), bias)
+    check(op, logits_without_ties(MANY, 256, device), bias)
 
 
 def test_logits_may_be_a_view(target, device):

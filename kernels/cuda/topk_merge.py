@@ -3,7 +3,7 @@
 A lane reads a run of neighbouring experts at a time, sorts their keys by a network and merges them
 into the list of the best it has seen; then the lanes of a token merge their lists by shuffles,
 those of a group of experts first. No step depends on the data, so a warp serves several tokens at
-once, in half of the instructions that `topk` takes for each.
+once.
 
 Keys are sorted upwards, the best expert first. Their upper part orders like the negated score,
 which puts NaN last, and the expert id below it settles ties: in one 32-bit word where the logits
