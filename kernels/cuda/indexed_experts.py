@@ -131,6 +131,40 @@ def load_weights(ring, slot, first: bool, gate, up, expert, low, column):
 
 
 @T.macro
+def load_next(
+    ring,
+    slot,
+    first: bool,
+    gate,
+    up,
+    column,
+    blocks,
+    stride,
+    groups: T.Ref,
+    rows_of_job,
+    owned: int,
+    split_bits,
+    table,
+    jobs: T.Ref,
+    chunks: T.Ref,
+    job: T.Ref,
+    chunk: T.Ref,
+    expert: T.Ref,
+    low: T.Ref,
+):
+    """Load the next chunk of a thread, if there is one, and move on: to its next job at the end."""
+    if job < jobs:
+        load_weights(ring, slot, first, gate, up, expert, low, chunk * stride + column)
+        chunk = chunk + 1
+        if chunk == chunks:
+            chunk = 0
+            job = job + blocks
+            if job < jobs:
+                seek(job, groups, rows_of_job, owned, split_bits, table, expert, low)
+    T.ptx_commit_group()
+
+
+@T.macro
 def load_operands(operands, rows, first: bool, top_k, members, group, column):
     """Load a chunk of the row of a route: of the one of eight that is a thread's."""
     route = T.alloc_var(T.int32)
@@ -244,22 +278,15 @@ def build(dtype: str, activation: str, has_bias: bool):
             # read its weights at about the same time, the second one from L2.
             jobs = groups * T.truncdiv(width + rows_of_job - 1, rows_of_job)
             sought = groups, rows_of_job, owned, split_bits, table
+            weights = first, gate, up, column, blocks, stride
+            later = jobs, chunks, later_job, later_chunk, later_expert, later_low
 
             later_job = block
             later_chunk = 0
             if later_job < jobs:
                 seek(later_job, *sought, later_expert, later_low)
             for r in T.unroll(RING):
-                if later_job < jobs:
-                    at = later_chunk * stride + column
-                    load_weights(ring, r, first, gate, up, later_expert, later_low, at)
-                    later_chunk = later_chunk + 1
-                    if later_chunk == chunks:
-                        later_chunk = 0
-                        later_job = later_job + blocks
-                        if later_job < jobs:
-                            seek(later_job, *sought, later_expert, later_low)
-                T.ptx_commit_group()
+                load_next(ring, r, *weights, *sought, *later)
             if not first:
                 T.pdl_sync()
 
@@ -306,16 +333,7 @@ def build(dtype: str, activation: str, has_bias: bool):
                     elif job + blocks < jobs:
                         after = T.truncmod(job + blocks, groups)
                         load_operands(operands, rows, first, top_k, members, after, column)
-                    if later_job < jobs:
-                        at = later_chunk * stride + column
-                        load_weights(ring, slot, first, gate, up, later_expert, later_low, at)
-                        later_chunk = later_chunk + 1
-                        if later_chunk == chunks:
-                            later_chunk = 0
-                            later_job = later_job + blocks
-                            if later_job < jobs:
-                                seek(later_job, *sought, later_expert, later_low)
-                    T.ptx_commit_group()
+                    load_next(ring, slot, *weights, *sought, *later)
                     slot = T.Select(slot == RING - 1, 0, slot + 1)
 
                 # total: routes 2 * quad and 2 * quad + 1 by row low, then by the other one

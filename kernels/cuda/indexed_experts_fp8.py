@@ -9,31 +9,17 @@ of them. The tokens have a launch of their own: all warps of the gate and up pro
 twice the weights, would do that work again, and their division is to be exact.
 """
 
-import tilelang
 import tilelang.language as T
 import torch
 
 from tileops.kernels.cuda.activations import sigmoid
-from tileops.kernels.cuda.device import (
-    UNCHECKED,
-    current,
-    dtype_name,
-    jit,
-    sm_count,
-    unfit,
-    wrong_device,
-)
+from tileops.kernels.cuda.device import current, dtype_name, jit, sm_count, unfit, wrong_device
+from tileops.kernels.cuda.indexed_experts import CONFIG, MAX_WIDTH, ROUTES, WARP, WARPS
 from tileops.kernels.cuda.post_permute import moe_post_permute_fwd
 from tileops.kernels.cuda.quantize_fp8 import CUDA, quantize_fp8_rowwise_fwd
 
-WARP = 32
-WARPS = 8
-ROUTES = 8
-"""Routes of one expert that are multiplied together: the narrow side of the tensor core's tile."""
 MAX_ROUTES = 8192
 """Routes beyond which looking through all of them in every block costs more than grouping them."""
-MAX_WIDTH = 2**20
-"""Largest H and F: the number of thread blocks stays an int32."""
 BLOCK = 128
 """Columns, and rows of weights, that share a scale."""
 BLOCK_BITS = BLOCK.bit_length() - 1
@@ -52,9 +38,6 @@ HELD = STEPS * VECTOR
 LARGEST = 448.0
 """The largest E4M3 number."""
 FLOAT32_MAX = 3.4028234663852886e38
-
-# Barriers are placed by hand: two around each look at the ids, one before the sums are shared.
-CONFIG = {**UNCHECKED, tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True}
 
 
 @T.macro

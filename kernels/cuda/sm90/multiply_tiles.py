@@ -17,12 +17,7 @@ from tilelang.layout import make_full_bank_swizzled_layout
 
 from tileops.kernels.cuda.activations import GATED, activated, gated
 from tileops.kernels.cuda.device import dtype_name, jit, sm_count
-from tileops.kernels.cuda.grouped_gemm_tiles import (
-    COUNT,
-    DONE,
-    FIELDS,
-    NEARLY_DONE,
-)
+from tileops.kernels.cuda.grouped_gemm_tiles import COUNT, DONE, FIELDS, NEARLY_DONE
 from tileops.kernels.cuda.sm90 import jobs
 from tileops.kernels.cuda.sm90.configs import GemmTile
 from tileops.kernels.cuda.sm90.moves import (
