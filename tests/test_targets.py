@@ -159,6 +159,16 @@ def test_refusals_list_every_candidate_and_who_could(install):
     assert isinstance(caught.value, ValueError)
 
 
+def test_an_operator_staged_after_a_refused_call_is_served(monkeypatch):
+    monkeypatch.setattr(targets, "_staged", dict(targets._staged))
+    x = torch.ones(2)
+    with pytest.raises(ValueError, match="plus_one"):
+        targets.run("plus_one", "reference", x)
+    targets.register_staged("plus_one", lambda x, *, target: x + 1, ("fused_topk_fwd",))
+    assert torch.equal(targets.run("plus_one", "reference", x), x + 1)
+    targets._candidates.cache_clear()
+
+
 def test_a_target_without_the_operator_says_so(install):
     install(acme=lucky("acme"))
     x, w = torch.randn(2, 8), torch.randn(3, 16, 8)

@@ -88,6 +88,7 @@ def register_staged(operator: str, launch: Callable[..., object], stages: Sequen
     """
     global version
     _staged[operator] = (Kernel(launch), tuple(stages))
+    _candidates.cache_clear()
     version += 1
 
 
