@@ -21,6 +21,7 @@ from tileops.moe import (
     FusedTopKFwdOp,
 )
 from tileops.moe.modular import PrepareAndFinalizeNoOp
+from tileops.repetition import Repetition
 from tileops.workloads import verify, warmup
 from tileops.workloads.manifest import load_all
 from tileops.workloads.problems import PROBLEMS
@@ -107,7 +108,7 @@ CALLS = {
 
 
 def repeated(op):
-    return [call for call in op._calls.values() if isinstance(call, repeat.Repetition)]
+    return [call for call in op._calls.values() if isinstance(call, Repetition)]
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 300])

@@ -32,8 +32,7 @@ def _indexed_expert_mlp_fwd_out(
         topk_ids=topk_ids,
     )
     args = hidden_states, w_gate_up, w_down, topk_weights, topk_ids, None, None, scale
-    args = *args, "silu_and_mul"
-    targets.run("indexed_expert_mlp_fwd", target, *args, out=out)
+    targets.run("indexed_expert_mlp_fwd", target, *args, "silu_and_mul", out=out)
 
 
 @torch.library.register_fake("tileops::indexed_expert_mlp_fwd_out")

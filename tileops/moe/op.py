@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tileops import compilation, repeat, targets
+from tileops.repetition import Repetition
 
 _SEEN, _UNLIKE = object(), object()
 """Of a signature: that one call had it, and that its calls cannot be repeated."""
@@ -45,7 +46,7 @@ class Op:
             known = calls.get(key)
         except TypeError:  # a setting that a user's class has added, without a hash
             return self.forward(*args, **kwargs)
-        if isinstance(known, repeat.Repetition):
+        if isinstance(known, Repetition):
             if known.serves(tensors):
                 return known(tensors)
         elif known is not _UNLIKE and self._may_repeat(tensors):
