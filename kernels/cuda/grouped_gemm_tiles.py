@@ -20,11 +20,14 @@ LABELS_PER_THREAD = 8
 GRAIN = 8
 """What the rows of a tile are a multiple of, but for the last tile of an expert."""
 
-EXPERT, FIRST, END, FIELDS = 0, 1, 2, 3
-"""Columns of the list: expert, first row, and the row after the last one."""
-COUNT, NEARLY_DONE, DONE = 0, 1, 2
-"""Columns of its line 0: how many tiles there are, and for the first of two products on them how
-many thread blocks have come to their last job, and how many are done."""
+EXPERT, FIRST, END, GROUP, SIZE, FIELDS = 0, 1, 2, 3, 4, 6
+"""Columns of the list: expert, first row, the row after the last one, and of the tiles that go
+through all columns together the line of the first one, and how many they are."""
+COUNT, TAKEN, TAKEN_AFTER, NEARLY_DONE, UNFINISHED, DONE = range(FIELDS)
+"""Columns of its line 0: how many tiles there are, and what the products on them count, as
+`sm90.jobs` says."""
+MOST_TOGETHER = 16
+"""Tiles that go through all columns together, at most: those of an expert, or parts of them."""
 
 
 @T.macro
@@ -58,6 +61,41 @@ def tile_height(rows, block_m, even, height: T.Ref):
     height = T.truncdiv(rows + number - 1, T.max(number, 1))
     height = T.max(GRAIN, T.min((height + GRAIN - 1) & -GRAIN, block_m))
     height = T.Select(even != 0, height, block_m)
+
+
+@T.macro
+def write_tile(tiles, line, expert, first, height, end, place, number, capacity):
+    """Write a line of the list.
+
+    Args:
+        tiles: The list.
+        line: Which line, from 1 to ``capacity``; others are not written.
+        expert: Whose rows they are.
+        first: The first row.
+        height: How many rows, unless those of the expert end before.
+        end: Where they end.
+        place: Which of the expert's tiles this is.
+        number: How many tiles the expert has.
+        capacity: Lines of tiles that there are.
+    """
+    if line <= capacity:
+        together = T.ceildiv(number, T.ceildiv(number, MOST_TOGETHER))
+        before = T.truncmod(place, together)
+        left = T.min(number - place, capacity + 1 - line)
+        tiles[line, EXPERT] = expert
+        tiles[line, FIRST] = first
+        tiles[line, END] = T.min(first + height, end)
+        tiles[line, GROUP] = line - before
+        tiles[line, SIZE] = T.min(together, left + before)
+
+
+@T.macro
+def start_counters(tiles, count):
+    """Write the first line of the list."""
+    for i in T.unroll(FIELDS):
+        tiles[0, i] = 0
+    tiles[0, COUNT] = count
+    tiles[0, UNFINISHED] = T.max_value(T.int32)
 
 
 @T.macro
@@ -130,7 +168,6 @@ def build(layout: str):
             listed = T.alloc_var(T.int32)
             reached = T.alloc_var(T.int32)
             place = T.alloc_var(T.int32)
-            line = T.alloc_var(T.int32)
             tile = T.alloc_var(T.int32)
 
             T.pdl_sync()
@@ -172,19 +209,23 @@ def build(layout: str):
                     before = 0
                     if place > 0:
                         before = ends[place - 1]
-                    line = listed + tile + 1
-                    if line <= capacity:
-                        first = firsts[place] + (tile - before) * heights[place]
-                        tiles[line, EXPERT] = chunk * THREADS + place
-                        tiles[line, FIRST] = first
-                        tiles[line, END] = T.min(first + heights[place], stops[place])
+                    height = heights[place]
+                    write_tile(
+                        tiles,
+                        listed + tile + 1,
+                        chunk * THREADS + place,
+                        firsts[place] + (tile - before) * height,
+                        height,
+                        stops[place],
+                        tile - before,
+                        ends[place] - before,
+                        capacity,
+                    )
                     tile = tile + THREADS
                 listed = T.max(0, T.min(listed + total, capacity))
                 T.sync_threads()
             if thread == 0:
-                tiles[0, COUNT] = listed
-                tiles[0, NEARLY_DONE] = 0
-                tiles[0, DONE] = 0
+                start_counters(tiles, listed)
 
     return grouped_gemm_tiles
 
@@ -216,8 +257,9 @@ def grouped_gemm_tiles(
         even: Whether the tiles of an expert are of one height, or as high as they can be.
 
     Returns:
-        int32 ``[lines, 3]``: line 0 starts with the number of tiles, the next lines hold the
-        expert, the first row and the end row of each, in expert order. What follows is scratch.
+        int32 ``[lines, 6]``: line 0 starts with the number of tiles, the next lines hold the
+        expert, the first row and the end row of each, in expert order, and which go through all
+        columns together. What follows is scratch.
     """
     if isinstance(layout, MaskedLayoutSpec):
         kind, capacity = "masked", num_experts * -(-rows // block_m)

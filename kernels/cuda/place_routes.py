@@ -23,15 +23,11 @@ from tileops.kernels.cuda.count_routes import (
 )
 from tileops.kernels.cuda.device import jit
 from tileops.kernels.cuda.grouped_gemm_tiles import (
-    COUNT,
-    DONE,
-    END,
-    EXPERT,
     FIELDS,
-    FIRST,
-    NEARLY_DONE,
     most_tiles,
+    start_counters,
     tile_height,
+    write_tile,
 )
 from tileops.kernels.cuda.mail import MAIL
 from tileops.kernels.cuda.place_steps import WARPS, fill, match, scan
@@ -344,18 +340,22 @@ def build_place(written: str, cluster: int):
                         count = row
                         if slot > 0:
                             count = row - tile_ends[slot - 1]
-                        first = firsts[slot] + count * heights[slot]
-                        if listed + row + 1 < lines:
-                            tiles[listed + row + 1, EXPERT] = low + slot
-                            tiles[listed + row + 1, FIRST] = first
-                            tiles[listed + row + 1, END] = T.min(first + heights[slot], ends[slot])
+                        write_tile(
+                            tiles,
+                            listed + row + 1,
+                            low + slot,
+                            firsts[slot] + count * heights[slot],
+                            heights[slot],
+                            ends[slot],
+                            count,
+                            tile_ends[slot] - row + count,
+                            lines - 1,
+                        )
                         row = row + blocks * THREADS
                     listed = listed + found
 
             if tiled and block == 0 and thread == 0:
-                tiles[0, COUNT] = T.min(listed, lines - 1)
-                tiles[0, NEARLY_DONE] = 0
-                tiles[0, DONE] = 0
+                start_counters(tiles, T.min(listed, lines - 1))
             if inverted:
                 row = block * THREADS + thread
                 fill(slots, start * alignment + row, num_slots, blocks * THREADS, num_routes)

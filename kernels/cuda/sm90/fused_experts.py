@@ -90,9 +90,9 @@ def fused_moe_experts_fwd(
     with current(out.device):
         inverse, sources, tiles = place_tiles(topk_ids, num_experts, tile.block_m)
         formula = ACTIVATIONS[activation]
-        first = hidden_states, sources, gate, up, *biases, formula, tiles, tile, act
-        order = multiply_tiles(*first)
-        second = act, None, w_down, None, b_down, None, None, tiles, tile, down
-        multiply_tiles(*second, before=order)
+        multiply_tiles(
+            hidden_states, sources, gate, up, *biases, formula, tiles, tile, act, "first"
+        )
+        multiply_tiles(act, None, w_down, None, b_down, None, None, tiles, tile, down, "second")
     combined = topk_weights, inverse, LAYOUT, routed_scaling_factor
     moe_post_permute_fwd(down, *combined, target=target, out=out)

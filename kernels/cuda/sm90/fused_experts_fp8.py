@@ -89,14 +89,15 @@ def fused_moe_experts_fp8_fwd(
     with current(out.device):
         tokens, scale = quantize_fp8_rowwise_fwd(hidden_states[None], False, target=target)
         inverse, sources, tiles = place_tiles(topk_ids, num_experts, tile.block_m, even=False)
-        order = multiply_tiles_fp8(
+        multiply_tiles_fp8(
             *(tokens[0], scale[0], sources, gate, gate_scale, up, up_scale, *biases),
             *(ACTIVATIONS[activation], tiles, tile, act, act_scale),
+            role="first",
         )
         multiply_tiles_fp8(
             *(act, act_scale, None, w_down, w_down_scale, None, None, b_down, None),
             *(None, tiles, tile, down),
-            before=order,
+            role="second",
         )
     combined = topk_weights, inverse, LAYOUT, routed_scaling_factor
     moe_post_permute_fwd(down, *combined, target=target, out=out)

@@ -1,7 +1,13 @@
 """The order of the jobs of a persistent grouped GEMM, and its operands as its kernel takes them.
 
-A job is a row tile of the list by a block of columns. Some row tiles go through all columns
-together, so that what they read stays in L2.
+A job is a row tile of the list by a block of columns. The tiles of an expert go through all columns
+together, and the blocks take one job after the other as they come to them, so that those who read
+the same weights do so at about the same time, and L2 serves all but the first. With jobs dealt out
+beforehand some blocks get ahead of others: at 1024 rows an expert the weights were read from
+memory four times.
+
+The warpgroup that loads looks for the next job while it loads one, a step at a time, so that
+nothing waits for what a step reads, and tells the others through a queue in shared memory.
 """
 
 import tilelang
@@ -9,46 +15,154 @@ import tilelang.language as T
 import torch
 
 from tileops.kernels.cuda.device import UNCHECKED
-from tileops.kernels.cuda.grouped_gemm_tiles import END, EXPERT, FIRST
+from tileops.kernels.cuda.grouped_gemm_tiles import (
+    DONE,
+    END,
+    EXPERT,
+    FIRST,
+    GROUP,
+    NEARLY_DONE,
+    SIZE,
+    TAKEN,
+    TAKEN_AFTER,
+    UNFINISHED,
+)
+from tileops.kernels.cuda.sm90.moves import count_up, lower, put, read_again, take, wait_for
 
-SWEEP_BYTES, MIN_SWEEP = 2**24, 4
-"""Of the row tiles that go through all columns together: their size, and how many at least."""
+QUEUE = 8
+"""Jobs that the queue holds: two more than there are stages, of which a job may need only one."""
 
-# Barriers are placed by hand: the automatic ones would join warps that never meet.
-CONFIG = {**UNCHECKED, tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True}
-
-
-def _locate(job, count, column_blocks, sweep):
-    """Return the line in the list of tiles and the block of columns that a job stands for."""
-    above = T.truncdiv(job, sweep * column_blocks) * sweep
-    height = T.min(sweep, count - above)
-    within = job - above * column_blocks
-    return 1 + above + T.truncmod(within, height), T.truncdiv(within, height)
+# Barriers are placed by hand: automatic ones would join warps that never meet. That the queue is
+# written is hidden from TileLang: `moves.put` says why.
+CONFIG = {
+    **UNCHECKED,
+    tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
+    tilelang.PassConfigKey.TL_DISABLE_BUFFER_INIT_CHECK: True,
+}
 
 
-def look_up(columns: int):
-    """Make the macro that sets ``tile`` to a job's tile, of so many columns.
+def finder(role: str, columns: int):
+    """Make the macros that find jobs, of so many columns.
 
-    They are its expert, first column, first row, end row, and line in the list.
+    A job is told as five numbers: its expert, or -1 past the last job, first column, first row, end
+    row, and line in the list.
+
+    Args:
+        role: ``"alone"``, or ``"first"`` or ``"second"`` of two products on the same list.
+        columns: Columns of a job.
+
+    Returns:
+        ``look_up(found, job, num_jobs, column_blocks, tiles)``, which finds a job at once, the
+        first one of a block, whose number is that of the block; and ``look_ahead(k, steps, found,
+        queue, told, number, num_blocks, num_jobs, column_blocks, tiles)``, which one thread calls
+        at each of the ``steps`` of its job ``number``, with six numbers of scratch in ``found``: at
+        the last call at the latest ``queue`` holds the next job, and a barrier of ``told`` tells.
     """
+    counter = TAKEN_AFTER if role == "second" else TAKEN
 
     @T.macro
-    def look_up(tile, job, count, column_blocks, sweep, tiles):
+    def find_group(found, job, column_blocks, tiles):
+        at = T.alloc_var(T.int32)
+        at = 1 + T.truncdiv(job, column_blocks)  # a line of the group
+        found[0] = job
+        found[1] = tiles[at, GROUP]
+        found[2] = tiles[at, SIZE]
+
+    @T.macro
+    def find_tile(found, column_blocks, tiles):
+        within = T.alloc_var(T.int32)
         line = T.alloc_var(T.int32)
-        place = _locate(job, count, column_blocks, sweep)
-        line = place[0]
-        tile[0] = tiles[line, EXPERT]
-        tile[1] = place[1] * columns
-        tile[2] = tiles[line, FIRST]
-        tile[3] = tiles[line, END]
-        tile[4] = line
+        within = found[0] - (found[1] - 1) * column_blocks
+        line = found[1] + T.truncmod(within, found[2])
+        found[1] = T.truncdiv(within, found[2]) * columns
+        found[0] = tiles[line, EXPERT]
+        found[2] = tiles[line, FIRST]
+        found[3] = tiles[line, END]
+        found[4] = line
 
-    return look_up
+    @T.macro
+    def look_up(found, job, num_jobs, column_blocks, tiles):
+        for i in T.unroll(5):
+            found[i] = 0
+        found[0] = -1
+        if job < num_jobs:
+            find_group(found, job, column_blocks, tiles)
+            find_tile(found, column_blocks, tiles)
+
+    @T.macro
+    def look_ahead(
+        k, steps, found, queue, told, number, num_blocks, num_jobs, column_blocks, tiles
+    ):
+        if k == 0:
+            found[5] = take(tiles[0, counter])
+        if k == T.truncdiv(steps, 4):
+            found[5] = found[5] + num_blocks
+            find_group(found, T.min(found[5], num_jobs - 1), column_blocks, tiles)
+        if k == T.truncdiv(steps, 2):
+            find_tile(found, column_blocks, tiles)
+        if k == T.truncdiv(steps * 3, 4):
+            found[0] = T.Select(found[5] < num_jobs, found[0], -1)
+            put(
+                T.access_ptr(queue[number % QUEUE, 0], "r", 5),
+                *(found[i] for i in range(5)),
+            )
+            T.barrier_arrive(told[number % QUEUE])
+
+    return look_up, look_ahead
 
 
-def sweep(rows: int, row_bytes: int) -> int:
-    """Return how many tiles of so many rows go through all columns together."""
-    return max(MIN_SWEEP, SWEEP_BYTES // (rows * row_bytes))
+@T.macro
+def next_job(found, queue, told, number):
+    """Set ``found`` to the job after job ``number`` of this block, once it is told."""
+    T.barrier_wait(told[number % QUEUE], number // QUEUE & 1)
+    for i in T.unroll(5):
+        found[i] = queue[number % QUEUE, i]
+
+
+@T.macro
+def wait_stored(k, steps, stored, number):
+    """Wait until the job before the last one of this block is stored.
+
+    Each is waited for, as a barrier tells of its last phase only, and before the last load, as then
+    the next on this barrier cannot be over.
+    """
+    if k == steps - 1 and number > 1:
+        T.barrier_wait(stored[number % 2], number // 2 - 1 & 1)
+
+
+@T.macro
+def tell_stored(tiles, stored, number, line):
+    """Tell the second of two products what a block of the first one has stored.
+
+    One warp calls it when all loads are made. The second product starts when the last tiles of the
+    first are not yet stored: blocks tell that they have stored all but their last job, of which
+    tile that is, and that they are done. A fence for each job costs more.
+    """
+    if number > 1:
+        T.barrier_wait(stored[number % 2], (number - 2) // 2 & 1)
+    if T.shuffle_elect(32):
+        if number > 0:
+            lower(tiles[0, UNFINISHED], line)
+        count_up(tiles[0, NEARLY_DONE])
+    if number > 0:
+        T.barrier_wait(stored[(number - 1) % 2], (number - 1) // 2 & 1)
+    if T.shuffle_elect(32):
+        count_up(tiles[0, DONE])
+
+
+@T.macro
+def wait_nearly_done(tiles, num_blocks, safe):
+    """Wait for the first product to come to its last jobs; tiles below ``safe[0]`` have none."""
+    wait_for(tiles[0, NEARLY_DONE], num_blocks)
+    safe[0] = read_again(tiles[0, UNFINISHED])
+
+
+@T.macro
+def wait_done(tiles, num_blocks, line, safe):
+    """Wait for the first product where a tile needs it."""
+    if line >= safe[0]:
+        wait_for(tiles[0, DONE], num_blocks)
+        safe[0] = T.max_value(T.int32)
 
 
 def view(x: torch.Tensor) -> torch.Tensor:

@@ -1,21 +1,37 @@
-"""What the Hopper kernels say in CUDA: moves of 16 bytes by addresses, and counters of blocks."""
+"""What the Hopper kernels say in CUDA: moves of 16 bytes by addresses, and what blocks count."""
 
 import tilelang.language as T
 
 CUDA = """
-// Load 16 bytes of each row that is not negative, to every 16th row of shared memory. The address
-// is made in assembly, or else the compiler would keep those of all rows and spill.
+// Load 16 bytes of each row that is not negative: of rows of 128 bytes in shared memory, every 24th
+// from `to` on, and every 24th from `to_others` on. Addresses are made in assembly, or else the
+// compiler would keep those of all rows and spill, and some at a time, as a load needs its address
+// for longer than it takes to make one.
 template <int rows>
-static __device__ __forceinline__ void load_rows(const void* to, const void* from,
-                                                 const int* vectors, bool within) {
-  unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+static __device__ __forceinline__ void load_rows(const void* to, const void* to_others,
+                                                 const void* from, const int* vectors,
+                                                 bool within) {
+  unsigned address[2] = {static_cast<unsigned>(__cvta_generic_to_shared(to)),
+                         static_cast<unsigned>(__cvta_generic_to_shared(to_others))};
+  constexpr int together = 4;
 #pragma unroll
-  for (int i = 0; i < rows; ++i)
-    if (vectors[i] >= 0)
-      asm volatile(
-          "{\\n .reg .b64 place;\\n mad.wide.s32 place, %1, 16, %2;\\n"
-          " cp.async.cg.shared.global [%0], [place], 16, %3;\\n}" ::"r"(address + i * 2048),
-          "r"(vectors[i]), "l"(from), "r"(within ? 16 : 0));
+  for (int i = 0; i < rows; i += together) {
+    unsigned long long place[together];
+#pragma unroll
+    for (int j = 0; j < together; ++j)
+      if (i + j < rows)
+        asm volatile("mad.wide.s32 %0, %1, 16, %2;"
+                     : "=l"(place[j])
+                     : "r"(vectors[i + j]), "l"(from));
+#pragma unroll
+    for (int j = 0; j < together; ++j)
+      if (i + j < rows)
+        asm volatile(
+            "{\\n .reg .pred there;\\n setp.ge.s32 there, %2, 0;\\n"
+            " @there cp.async.cg.shared.global [%0], [%1], 16, %3;\\n}" ::"r"(
+                address[(i + j) % 2] + (i + j) / 2 * 3072),
+            "l"(place[j]), "r"(vectors[i + j]), "r"(within ? 16 : 0));
+  }
 }
 // Store 16 bytes of `count` rows, `lines` apart, of which those below `rows` are there. All are
 // read first, and the addresses follow from one another.
@@ -41,11 +57,30 @@ static __device__ __forceinline__ void store_rows(void* to, const void* from, lo
 static __device__ __forceinline__ void count_up(int* counter) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
+// One more is counted; how many were is returned.
+static __device__ __forceinline__ int take(int* counter) {
+  int value;
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(value) : "l"(counter));
+  return value;
+}
+static __device__ __forceinline__ void lower(int* number, int to) {
+  asm volatile("red.relaxed.gpu.global.min.s32 [%0], %1;" ::"l"(number), "r"(to) : "memory");
+}
+static __device__ __forceinline__ int read_again(const int* number) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(number) : "memory");
+  return value;
+}
+static __device__ __forceinline__ void put(void* to, int a, int b, int c, int d, int e) {
+  int* place = static_cast<int*>(to);
+  place[0] = a, place[1] = b, place[2] = c, place[3] = d, place[4] = e;
+}
 static __device__ __forceinline__ void wait_for(const int* counter, int least) {
   int value;
   do {
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
   } while (value < least);
+  asm volatile("fence.proxy.async;" ::: "memory");  // for what TMA loads then
 }
 """
 """The prelude of a kernel that calls what is below."""
@@ -148,20 +183,19 @@ static __device__ __forceinline__ void turned_bytes(void* to, const float* scale
 """What the FP8 kernels call besides."""
 
 
-def load_rows(to, source, offsets, count: int, within):
-    """Return the load of 16 bytes of each of ``count`` rows into every 16th row of 128 bytes.
+def load_rows(to, to_others, source, offsets, count: int, within):
+    """Return the load of 16 bytes of each of ``count`` rows into rows of 128 bytes.
 
     Args:
-        to: Where in shared memory.
+        to: Where the first row goes in shared memory; every other row goes 24 rows below the last.
+        to_others: Where the second row goes, likewise.
         source: The element of row 0 that those bytes start at.
         offsets: From row 0 to each row, in vectors of 16 bytes; negative for a row to leave out.
         count: Rows.
         within: If not, zeros are written.
     """
-    to_row_0 = T.address_of(source)
-    return T.call_extern(
-        "void", f"load_rows<{count}>", to, to_row_0, T.address_of(offsets[0]), within
-    )
+    args = to, to_others, T.address_of(source), T.address_of(offsets[0]), within
+    return T.call_extern("void", f"load_rows<{count}>", *args)
 
 
 def store_rows(to, staged, shape: tuple[int, int, int], step, rows):
@@ -189,6 +223,33 @@ def store_turned(to, words):
 def count_up(counter):
     """Return an addition of 1 that releases what this thread has seen written."""
     return T.call_extern("void", "count_up", T.address_of(counter))
+
+
+def take(counter):
+    """Return a counter, which is 1 more then."""
+    return T.call_extern("int32", "take", T.address_of(counter))
+
+
+def lower(number, to):
+    """Return the store of the lesser of two numbers in the place of the first."""
+    return T.call_extern("void", "lower", T.address_of(number), to)
+
+
+def read_again(number):
+    """Return a number that others have changed."""
+    return T.call_extern("int32", "read_again", T.address_of(number))
+
+
+def put(to, *numbers):
+    """Return the store of five numbers to shared memory.
+
+    Where TileLang sees such a store, it has the next load through TMA wait for all before it.
+
+    Args:
+        to: Where the first goes.
+        numbers: The numbers.
+    """
+    return T.call_extern("void", "put", to, *numbers)
 
 
 def wait_for(counter, least):

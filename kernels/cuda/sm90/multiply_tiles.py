@@ -4,11 +4,11 @@ It serves the grouped GEMM in every layout, and both products of the routed expe
 
 A tile is some rows of one expert by 256 rows of its weights. The weights are the tall operand of
 the tensor cores and the rows the wide one, whose width is any multiple of 8: a tile is multiplied
-as wide as it is. One warpgroup loads into a ring of shared-memory stages, weights through TMA and
-rows in 16-byte pieces from wherever they lie, and is as far ahead as the ring is long, in the next
-tile too. The other two multiply 128 rows of the weights each, apply bias and activation in float32,
-and store. TMA fills with zeros what lies past the end of a dimension, so widths need not be
-multiples of a block.
+as wide as it is. One warpgroup loads into a ring of shared-memory stages, and is as far ahead as
+the ring is long, in the next tile too: one of its warps through TMA, weights and rows that lie
+together, and the others rows from wherever they lie, in 16-byte pieces. The other two warpgroups
+multiply 128 rows of the weights each, apply bias and activation in float32, and store. TMA fills
+with zeros what lies past the end of a dimension, so widths need not be multiples of a block.
 """
 
 import tilelang.language as T
@@ -17,19 +17,19 @@ from tilelang.layout import make_full_bank_swizzled_layout
 
 from tileops.kernels.cuda.activations import GATED, activated, gated
 from tileops.kernels.cuda.device import dtype_name, jit, sm_count
-from tileops.kernels.cuda.grouped_gemm_tiles import COUNT, DONE, FIELDS, NEARLY_DONE
+from tileops.kernels.cuda.grouped_gemm_tiles import COUNT, FIELDS, GRAIN
 from tileops.kernels.cuda.sm90 import jobs
 from tileops.kernels.cuda.sm90.configs import GemmTile
 from tileops.kernels.cuda.sm90.moves import (
     CUDA,
-    count_up,
     load_rows,
     store_rows,
     store_turned,
-    wait_for,
 )
 from tileops.kernels.cuda.sm90.tile import (
+    BOX,
     CHUNK,
+    GATHERERS,
     HALF,
     LINE,
     MATH_GROUPS,
@@ -86,7 +86,8 @@ def build(
     # from the one half of a warpgroup's weights to the other
     apart = HALF if parts == 1 else columns
     halves = own // HALF
-    passes = block_m // STEP
+    # of a gatherer, each of half of 8 rows
+    passes = 2 * -(-block_m // (GRAIN * GATHERERS))
     half_word = out_dtype != "float32"
     # A warpgroup stores so many lines at a time, of so many vectors. Where they are staged, a line
     # is one vector longer than its data, so that neighbours meet other banks.
@@ -94,12 +95,10 @@ def build(
     lines = WARPGROUP // vectors
     staged_width = own + VECTOR
     gathers = role == "first"
-    # The second product starts when the last tiles of the first are not yet stored. Blocks tell
-    # that they come to their last job, and that they are done: a fence for each job costs more.
     tells, waits = role == "first", role == "second"
     hint = {"eviction_policy": "evict_first"} if streams else {}
-    look_up = jobs.look_up(columns)
-    dispatch = products(dtype, own, apart, block_m, stages)
+    look_up, look_ahead = jobs.finder(role, columns)
+    dispatch = products(dtype, own, apart, block_m, stages, gathers)
 
     slabs, a_rows, out_rows, num_sources = T.dynamic("G, A, M, S")
     num_experts, width, depth, num_lines = T.dynamic("E, N, K, lines")
@@ -113,13 +112,13 @@ def build(
     out_slab, out_row = T.dynamic("out_slab, out_row", T.int64)
 
     @T.macro
-    def find_rows(found, tile, sources, member):
-        """Set ``found`` to the rows of ``a`` that a thread loads, -1 past the end of the tile."""
+    def find_rows(found, tile, sources, row_vectors, first):
+        """Set ``found`` to where the rows that a thread loads are, -1 past the end of the tile."""
         for i in T.unroll(passes):
-            row = tile[2] + i * STEP + member // LINE
+            row = tile[2] + first + i // 2 * (GRAIN * GATHERERS) + i % 2 * (GRAIN // 2)
             found[i] = -1
             if row < tile[3]:
-                found[i] = sources[row] if gathers else row
+                found[i] = sources[row]
 
     @T.macro
     def finish(value, acc, bias, at, alpha, beta, limit):
@@ -152,9 +151,6 @@ def build(
         tiles: T.Tensor[(num_lines, FIELDS), T.int32],
         row_vectors: T.int32,
         num_blocks: T.int32,
-        sweep: T.int32,
-        sweep_before: T.int32,
-        blocks_before: T.int32,
         gate_biased: T.int32,
         up_biased: T.int32,
         alpha: T.float32,
@@ -172,13 +168,14 @@ def build(
             )
             if half_word:
                 staged = T.alloc_shared((MATH_GROUPS, CHUNK, staged_width), out_dtype)
-            full = T.alloc_barrier([WARPGROUP] * stages)
+            full = T.alloc_barrier([1 + (GATHERERS * WARP if gathers else 0)] * stages)
             # wgmma is waited for by whole warps, so one thread of each tells that a stage is free
             empty = T.alloc_barrier([MATH_THREADS // WARP] * stages)
+            queue = T.alloc_shared((jobs.QUEUE, 5), T.int32)
+            told = T.alloc_barrier([1] * jobs.QUEUE)
             if tells:
-                stored = T.alloc_barrier([MATH_THREADS // WARP])
+                stored = T.alloc_barrier([MATH_THREADS // WARP] * 2)
             thread = T.get_thread_binding()
-            job = T.alloc_var(T.int32)
             expert = T.alloc_var(T.int32)
             slab = T.alloc_var(T.int32)
             column = T.alloc_var(T.int32)
@@ -187,101 +184,109 @@ def build(
             if not waits:
                 T.pdl_sync()
             T.pdl_trigger()
-            count = tiles[0, COUNT]
-            num_jobs = count * column_blocks
+            num_jobs = tiles[0, COUNT] * column_blocks
 
             if thread >= MATH_THREADS:
-                T.set_max_nreg(56, 0)
+                T.set_max_nreg(72, 0)
                 tile = T.alloc_local((5,), T.int32)
-                after = T.alloc_local((5,), T.int32)
-                found = T.alloc_local((passes,), T.int32)
-                offset = T.alloc_local((passes,), T.int32)
-                line = T.alloc_var(T.int32)
-                safe = T.alloc_var(T.int32)
                 number = T.alloc_var(T.int32)
                 slot = T.alloc_var(T.int32)
                 phase = T.alloc_var(T.int32)
                 member = thread - MATH_THREADS
-                lane = member % LINE * VECTOR
                 number = 0
                 slot = 0
                 phase = 1
-                job = start
-                if waits:
-                    # tiles up to this line have no last job of any block before
-                    safe = T.max(count * blocks_before - num_blocks, 0)
-                    safe = T.truncdiv(safe, sweep_before * blocks_before) * sweep_before
-                    wait_for(tiles[0, NEARLY_DONE], num_blocks)
-                # Rows are looked up one tile early and tiles two, so that no load waits for them.
-                if num_jobs > 0:
-                    look_up(tile, T.min(job, num_jobs - 1), count, column_blocks, sweep, tiles)
-                    find_rows(found, tile, sources, member)
-                    look_up(
-                        after,
-                        T.min(job + num_blocks, num_jobs - 1),
-                        count,
-                        column_blocks,
-                        sweep,
-                        tiles,
-                    )
-                while job < num_jobs:
-                    expert = tile[0]
-                    column = tile[1]
-                    line = tile[4]
-                    slab = T.min(expert, slabs - 1)
-                    for i in T.unroll(passes):
-                        offset[i] = found[i] * row_vectors
-                    for i in T.unroll(5):
-                        tile[i] = after[i]
-                    find_rows(found, tile, sources, member)
-                    later = T.min(job + 2 * num_blocks, num_jobs - 1)
-                    look_up(after, later, count, column_blocks, sweep, tiles)
-                    job = job + num_blocks
-                    if waits and line > safe:
-                        wait_for(tiles[0, DONE], num_blocks)
-                        safe = count
-                    for k in T.unroll(steps, unroll_factor=1):
-                        # Each is waited for, as a barrier tells of its last phase only, and before
-                        # the last load, as then the next cannot be over.
-                        if tells and k == steps - 1 and member < WARP:
-                            if number > 0:
-                                T.barrier_wait(stored[0], (number - 1) & 1)
-                            if job >= num_jobs and T.shuffle_elect(WARP):
-                                count_up(tiles[0, NEARLY_DONE])
-                        T.barrier_wait(empty[slot], phase)
-                        for part in tuple(range(parts)):
-                            T.tma_copy(
-                                (gate, up)[part][
-                                    expert,
-                                    column : column + columns,
-                                    k * DEPTH : (k + 1) * DEPTH,
-                                ],
-                                w_ring[slot, part * columns : (part + 1) * columns, :],
-                                barrier=full[slot],
-                                **hint,
+                look_up(tile, start, num_jobs, column_blocks, tiles)
+                if member < WARP:
+                    ahead = T.alloc_local((6,), T.int32)
+                    safe = T.alloc_local((1,), T.int32)
+                    first = T.alloc_var(T.int32)
+                    end = T.alloc_var(T.int32)
+                    line = T.alloc_var(T.int32)
+                    line = 0
+                    if waits:
+                        jobs.wait_nearly_done(tiles, num_blocks, safe)
+                    while tile[0] >= 0:
+                        expert = tile[0]
+                        column = tile[1]
+                        first = tile[2]
+                        end = tile[3]
+                        line = tile[4]
+                        slab = T.min(expert, slabs - 1)
+                        if waits:
+                            jobs.wait_done(tiles, num_blocks, line, safe)
+                        for k in T.unroll(steps, unroll_factor=1):
+                            if member == 0:
+                                at = k, steps, ahead, queue, told, number
+                                look_ahead(*at, num_blocks, num_jobs, column_blocks, tiles)
+                            if k == T.truncdiv(steps * 3, 4):
+                                jobs.next_job(tile, queue, told, number)
+                            if tells:
+                                jobs.wait_stored(k, steps, stored, number)
+                            T.barrier_wait(empty[slot], phase)
+                            here = slot & (stages - 1)  # what the compiler knows to be small
+                            for part in tuple(range(parts)):
+                                T.tma_copy(
+                                    (gate, up)[part][
+                                        expert,
+                                        column : column + columns,
+                                        k * DEPTH : (k + 1) * DEPTH,
+                                    ],
+                                    w_ring[here, part * columns : (part + 1) * columns, :],
+                                    barrier=full[slot],
+                                    **hint,
+                                )
+                            # What is loaded of rows past the end gives results that nobody stores.
+                            for row in () if gathers else tuple(range(0, block_m, BOX)):
+                                if first + row < end:
+                                    rows = min(BOX, block_m - row)
+                                    T.tma_copy(
+                                        a[
+                                            slab,
+                                            first + row : first + row + rows,
+                                            k * DEPTH : (k + 1) * DEPTH,
+                                        ],
+                                        a_ring[here, row : row + rows, :],
+                                        barrier=full[slot],
+                                    )
+                            if T.shuffle_elect(WARP):
+                                T.barrier_arrive(full[slot])
+                            phase = phase ^ T.Select(slot == stages - 1, 1, 0)
+                            slot = T.Select(slot == stages - 1, 0, slot + 1)
+                        number = number + 1
+                    if tells:
+                        jobs.tell_stored(tiles, stored, number, line)
+                elif gathers:
+                    found = T.alloc_local((passes,), T.int32)
+                    offset = T.alloc_local((passes,), T.int32)
+                    lane = thread % LINE * VECTOR
+                    place = member // WARP * GRAIN - GRAIN + thread % WARP // LINE
+                    find_rows(found, tile, sources, row_vectors, place)
+                    while tile[0] >= 0:
+                        for i in T.unroll(passes):
+                            offset[i] = found[i] * row_vectors
+                        for k in T.unroll(steps, unroll_factor=1):
+                            # Rows are looked up before they are needed, so that no load waits.
+                            if k == T.truncdiv(steps * 3, 4):
+                                jobs.next_job(tile, queue, told, number)
+                                find_rows(found, tile, sources, row_vectors, place)
+                            T.barrier_wait(empty[slot], phase)
+                            # Nothing is loaded for rows past the end. Zeros stand for columns past
+                            # the depth.
+                            load_rows(
+                                T.access_ptr(a_ring[slot, place, lane], "r", VECTOR),
+                                T.access_ptr(a_ring[slot, place + GRAIN // 2, lane], "r", VECTOR),
+                                a[0, 0, k * DEPTH + lane],
+                                offset,
+                                passes,
+                                k * DEPTH + lane < depth,
                             )
-                        # Nothing is loaded for rows past the end: what they give is not stored.
-                        # Zeros stand for columns past the depth.
-                        load_rows(
-                            T.access_ptr(a_ring[slot, member // LINE, lane], "r", VECTOR),
-                            a[slab, 0, k * DEPTH + lane],
-                            offset,
-                            passes,
-                            k * DEPTH + lane < depth,
-                        )
-                        T.cp_async_barrier_noinc(full[slot])
-                        phase = phase ^ T.Select(slot == stages - 1, 1, 0)
-                        slot = T.Select(slot == stages - 1, 0, slot + 1)
-                    number = number + 1
-                if tells and member < WARP:
-                    if number > 0:
-                        T.barrier_wait(stored[0], (number - 1) & 1)
-                    if T.shuffle_elect(WARP):
-                        if number == 0:
-                            count_up(tiles[0, NEARLY_DONE])
-                        count_up(tiles[0, DONE])
+                            T.cp_async_barrier_noinc(full[slot])
+                            phase = phase ^ T.Select(slot == stages - 1, 1, 0)
+                            slot = T.Select(slot == stages - 1, 0, slot + 1)
+                        number = number + 1
             else:
-                T.set_max_nreg(224, 1)
+                T.set_max_nreg(216, 1)
                 w_desc = T.alloc_wgmma_desc()
                 a_desc = T.alloc_wgmma_desc()
                 T.initialize_wgmma_descriptor(w_desc, w_ring.access_ptr("r"), 1, 1, 8 * LINE)
@@ -305,10 +310,8 @@ def build(
                 turned_row = lane // 16 * 8 + lane % 8
                 turned_col = member // WARP * 16 + lane // 8 % 2 * 8
                 number = 0
-                job = start
-                if job < num_jobs:
-                    look_up(after, job, count, column_blocks, sweep, tiles)
-                while job < num_jobs:
+                look_up(after, start, num_jobs, column_blocks, tiles)
+                while after[0] >= 0:
                     expert = after[0]
                     column = after[1] + group * own
                     first = after[2]
@@ -329,8 +332,7 @@ def build(
                             elif up_biased != 0:
                                 bias[i] = up_bias[expert, T.min(at, width - 1)]
                     dispatch(0, height, acc, w_desc, a_desc, full, empty, number * steps, steps)
-                    later = T.min(job + num_blocks, num_jobs - 1)
-                    look_up(after, later, count, column_blocks, sweep, tiles)
+                    jobs.next_job(after, queue, told, number)
                     for c in T.unroll(block_m // CHUNK):
                         if c * CHUNK < height:
                             if half_word:
@@ -371,8 +373,7 @@ def build(
                     if tells:
                         T.sync_warp()
                         if T.shuffle_elect(WARP):
-                            T.barrier_arrive(stored[0])
-                    job = job + num_blocks
+                            T.barrier_arrive(stored[number % 2])
                     number = number + 1
             if waits:  # no launch after this one may find the one before still at work
                 T.pdl_sync()
@@ -391,8 +392,8 @@ def multiply_tiles(
     tiles: torch.Tensor,
     tile: GemmTile,
     out: torch.Tensor,
-    before: tuple[int, int] = (0, 0),
-) -> tuple[int, int]:
+    role: str = "alone",
+) -> None:
     """Launch the kernel on a list of tiles of ``tile``'s height, on the current device.
 
     Args:
@@ -406,20 +407,15 @@ def multiply_tiles(
         tiles: What ``grouped_gemm_tiles`` returns.
         tile: How the kernel works.
         out: Rows that are written.
-        before: What the call that writes ``a`` has returned, if it is the one before this and has
-            the same tiles.
-
-    Returns:
-        How many row tiles go through all columns together, and in how many blocks.
+        role: ``"first"`` of two products on the same tiles, or ``"second"``, whose ``a`` the call
+            before this one writes; or ``"alone"``.
     """
-    role = "second" if any(before) else "alone" if sources is None else "first"
     activation = activation or Activation("none")
     if a.shape[-1] == 0:  # no TMA descriptor has an empty dimension
         a, gate = a.new_zeros(*a.shape[:-1], 8), gate.new_zeros(*gate.shape[:-1], 8)
         up = None if up is None else gate
     some_bias = up_bias if gate_bias is None else gate_bias
     a = jobs.view(jobs.slabs(a))
-    sweep = jobs.sweep(tile.block_m, 2 * a.shape[-1])
     kernel = build(
         dtype_name(a),
         dtype_name(out),
@@ -441,12 +437,9 @@ def multiply_tiles(
         tiles,
         a.stride(1) // VECTOR,
         sm_count(a.device),
-        sweep,
-        *before,
         int(gate_bias is not None),
         int(up_bias is not None),
         activation.alpha,
         activation.beta,
         activation.limit,
     )
-    return sweep, -(-out.shape[-1] // (WEIGHTS if up is None else WEIGHTS // 2))

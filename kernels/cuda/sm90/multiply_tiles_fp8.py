@@ -14,12 +14,7 @@ import torch
 from tilelang.layout import make_full_bank_swizzled_layout
 
 from tileops.kernels.cuda.device import dtype_name, jit, sm_count
-from tileops.kernels.cuda.grouped_gemm_tiles import (
-    COUNT,
-    DONE,
-    FIELDS,
-    NEARLY_DONE,
-)
+from tileops.kernels.cuda.grouped_gemm_tiles import COUNT, FIELDS, GRAIN
 from tileops.kernels.cuda.sm90 import jobs
 from tileops.kernels.cuda.sm90.configs import GemmTile
 from tileops.kernels.cuda.sm90.fp8_form import (
@@ -35,12 +30,11 @@ from tileops.kernels.cuda.sm90.fp8_results import results
 from tileops.kernels.cuda.sm90.moves import (
     CUDA,
     FP8,
-    count_up,
     load_number,
     load_rows,
-    wait_for,
 )
 from tileops.kernels.cuda.sm90.tile import (
+    GATHERERS,
     HALF,
     LINE,
     MATH_GROUPS,
@@ -81,10 +75,13 @@ def build(
     """
     form = Form(out_dtype, bias_dtype != "none", activation, role, stages)
     multiply, store = products(form), results(form)
-    look_up = jobs.look_up(form.columns)
+    look_up, look_ahead = jobs.finder(role, form.columns)
     bias_dtype = bias_dtype if form.has_bias else "float32"
     parts, columns, own = form.parts, form.columns, form.own
-    passes = HIGH // STEP
+    # of a gatherer, each of half of 8 rows; and for scales, each of a row a thread
+    passes = 2 * -(-HIGH // (GRAIN * GATHERERS))
+    gatherers = GATHERERS * WARP
+    scale_passes = -(-HIGH // gatherers)
     tells, waits = role == "first", role == "second"
     hint = {"eviction_policy": "evict_first"} if streams else {}
 
@@ -110,19 +107,21 @@ def build(
     out_slab, out_row = T.dynamic("out_slab, out_row", T.int64)
 
     @T.macro
-    def find_rows(found, tile, sources, member):
+    def find_rows(found, scaled_row, tile, sources, first, member):
         """Set ``found`` to the rows of ``a`` that a thread loads, -1 past the end of the tile.
 
-        The last of them is the row whose scales it loads.
+        ``scaled_row`` are the rows whose scales it loads.
         """
-        for i in T.unroll(passes):
-            row = tile[2] + i * STEP + member // LINE
+        for i in T.unroll(passes if form.gathers else 0):
+            row = tile[2] + first + i // 2 * (GRAIN * GATHERERS) + i % 2 * (GRAIN // 2)
             found[i] = -1
             if row < tile[3]:
-                found[i] = sources[row] if form.gathers else row
-        found[passes] = -1
-        if tile[2] + member < tile[3]:
-            found[passes] = sources[tile[2] + member] if form.gathers else tile[2] + member
+                found[i] = sources[row]
+        for i in T.unroll(scale_passes):
+            row = tile[2] + i * gatherers + member
+            scaled_row[i] = -1
+            if row < tile[3]:
+                scaled_row[i] = sources[row] if form.gathers else row
 
     @T.prim_func
     def grouped_gemm_fp8(
@@ -153,9 +152,6 @@ def build(
         row_vectors: T.int32,
         scaled_rows: T.int32,
         num_blocks: T.int32,
-        sweep: T.int32,
-        sweep_before: T.int32,
-        blocks_before: T.int32,
         gate_biased: T.int32,
         up_biased: T.int32,
         alpha: T.float32,
@@ -181,13 +177,14 @@ def build(
                 largest = T.alloc_shared((2, MATH_THREADS // WARP * LOW), T.float32)
                 inverse = T.alloc_shared((MATH_GROUPS, LOW), T.float32)
                 shared[1:] = largest, inverse
-            full = T.alloc_barrier([WARPGROUP] * stages)
+            full = T.alloc_barrier([1 + gatherers] * stages)
             # wgmma is waited for by whole warps, so one thread of each tells that a stage is free
             empty = T.alloc_barrier([MATH_THREADS // WARP] * stages)
+            queue = T.alloc_shared((jobs.QUEUE, 5), T.int32)
+            told = T.alloc_barrier([1] * jobs.QUEUE)
             if tells:
-                stored = T.alloc_barrier([MATH_THREADS // WARP])
+                stored = T.alloc_barrier([MATH_THREADS // WARP] * 2)
             thread = T.get_thread_binding()
-            job = T.alloc_var(T.int32)
             expert = T.alloc_var(T.int32)
             slab = T.alloc_var(T.int32)
             column = T.alloc_var(T.int32)
@@ -198,133 +195,139 @@ def build(
             if not waits:
                 T.pdl_sync()
             T.pdl_trigger()
-            count = tiles[0, COUNT]
-            num_jobs = count * column_blocks
+            num_jobs = tiles[0, COUNT] * column_blocks
 
             if thread >= MATH_THREADS:
                 T.set_max_nreg(56, 0)
                 tile = T.alloc_local((5,), T.int32)
-                after = T.alloc_local((5,), T.int32)
-                found = T.alloc_local((passes + 1,), T.int32)
-                offset = T.alloc_local((passes + 1,), T.int32)
-                line = T.alloc_var(T.int32)
-                safe = T.alloc_var(T.int32)
                 number = T.alloc_var(T.int32)
                 slot = T.alloc_var(T.int32)
                 phase = T.alloc_var(T.int32)
-                scaled = T.alloc_var(T.int32)
                 member = thread - MATH_THREADS
-                lane = member % LINE * VECTOR
-                # among the scales of 16 rows, the 4 that one thread needs are neighbours
-                place = member // STEP * STEP + member % 8 // 2 * 4 + member // 8 % 2 * 2
-                place = place + member % 2
                 number = 0
                 slot = 0
                 phase = 1
-                job = start
+                safe = T.alloc_local((1,), T.int32)
                 if waits:
-                    # tiles up to this line have no last job of any block before
-                    safe = T.max(count * blocks_before - num_blocks, 0)
-                    safe = T.truncdiv(safe, sweep_before * blocks_before) * sweep_before
-                    wait_for(tiles[0, NEARLY_DONE], num_blocks)
-                # Rows are looked up one tile early and tiles two, so that no load waits for them.
-                if num_jobs > 0:
-                    look_up(tile, T.min(job, num_jobs - 1), count, column_blocks, sweep, tiles)
-                    find_rows(found, tile, sources, member)
-                    look_up(
-                        after,
-                        T.min(job + num_blocks, num_jobs - 1),
-                        count,
-                        column_blocks,
-                        sweep,
-                        tiles,
-                    )
-                while job < num_jobs:
-                    expert = tile[0]
-                    column = tile[1]
-                    first = tile[2]
-                    height = tile[3] - first
-                    line = tile[4]
-                    slab = T.min(expert, slabs - 1)
-                    for i in T.unroll(passes):
-                        offset[i] = found[i] * row_vectors
-                    offset[passes] = found[passes]
-                    for i in T.unroll(5):
-                        tile[i] = after[i]
-                    find_rows(found, tile, sources, member)
-                    later = T.min(job + 2 * num_blocks, num_jobs - 1)
-                    look_up(after, later, count, column_blocks, sweep, tiles)
-                    job = job + num_blocks
-                    scaled = T.truncdiv(column + member % MATH_GROUPS * own, scaled_rows)
-                    scaled = T.min(scaled, num_scales - 1)
-                    if waits and line > safe:
-                        wait_for(tiles[0, DONE], num_blocks)
-                        safe = count
-                    for k in T.unroll(steps, unroll_factor=1):
-                        # Each is waited for, as a barrier tells of its last phase only, and before
-                        # the last load, as then the next cannot be over.
-                        if tells and k == steps - 1 and member < WARP:
-                            if number > 0:
-                                T.barrier_wait(stored[0], (number - 1) & 1)
-                            if job >= num_jobs and T.shuffle_elect(WARP):
-                                count_up(tiles[0, NEARLY_DONE])
-                        T.barrier_wait(empty[slot], phase)
-                        # a warpgroup's weights are together: its gate rows, then their up rows
-                        for group in tuple(range(MATH_GROUPS)) if parts == 2 else (0,):
-                            for part in tuple(range(parts)):
-                                to = (group * 2 + part) * HALF
-                                rows = WEIGHTS if parts == 1 else HALF
-                                T.tma_copy(
-                                    (gate, up)[part][
-                                        expert,
-                                        column + group * own : column + group * own + rows,
-                                        k * DEPTH : (k + 1) * DEPTH,
-                                    ],
-                                    w_ring[slot, to : to + rows, :],
-                                    barrier=full[slot],
-                                    **hint,
+                    jobs.wait_nearly_done(tiles, num_blocks, safe)
+                look_up(tile, start, num_jobs, column_blocks, tiles)
+                if member < WARP:
+                    ahead = T.alloc_local((6,), T.int32)
+                    end = T.alloc_var(T.int32)
+                    line = T.alloc_var(T.int32)
+                    line = 0
+                    while tile[0] >= 0:
+                        expert = tile[0]
+                        column = tile[1]
+                        first = tile[2]
+                        end = tile[3]
+                        line = tile[4]
+                        slab = T.min(expert, slabs - 1)
+                        if waits:
+                            jobs.wait_done(tiles, num_blocks, line, safe)
+                        for k in T.unroll(steps, unroll_factor=1):
+                            if member == 0:
+                                at = k, steps, ahead, queue, told, number
+                                look_ahead(*at, num_blocks, num_jobs, column_blocks, tiles)
+                            if k == T.truncdiv(steps * 3, 4):
+                                jobs.next_job(tile, queue, told, number)
+                            if tells:
+                                jobs.wait_stored(k, steps, stored, number)
+                            T.barrier_wait(empty[slot], phase)
+                            here = slot & (stages - 1)  # what the compiler knows to be small
+                            # a warpgroup's weights are together: its gate rows, then their up rows
+                            for group in tuple(range(MATH_GROUPS)) if parts == 2 else (0,):
+                                for part in tuple(range(parts)):
+                                    to = (group * 2 + part) * HALF
+                                    rows = WEIGHTS if parts == 1 else HALF
+                                    T.tma_copy(
+                                        (gate, up)[part][
+                                            expert,
+                                            column + group * own : column + group * own + rows,
+                                            k * DEPTH : (k + 1) * DEPTH,
+                                        ],
+                                        w_ring[here, to : to + rows, :],
+                                        barrier=full[slot],
+                                        **hint,
+                                    )
+                            # What stands for rows past the end is not stored, whatever it is.
+                            for rows in () if form.gathers else (LOW, HIGH):
+                                if (end - first > LOW) == (rows == HIGH):
+                                    T.tma_copy(
+                                        a[
+                                            slab,
+                                            first : first + rows,
+                                            k * DEPTH : (k + 1) * DEPTH,
+                                        ],
+                                        a_ring[here, 0:rows, :],
+                                        barrier=full[slot],
+                                    )
+                            if T.shuffle_elect(WARP):
+                                T.barrier_arrive(full[slot])
+                            phase = phase ^ T.Select(slot == stages - 1, 1, 0)
+                            slot = T.Select(slot == stages - 1, 0, slot + 1)
+                        number = number + 1
+                    if tells:
+                        jobs.tell_stored(tiles, stored, number, line)
+                else:
+                    found = T.alloc_local((passes,), T.int32)
+                    offset = T.alloc_local((passes,), T.int32)
+                    scaled_row = T.alloc_local((scale_passes,), T.int32)
+                    scale_of = T.alloc_local((scale_passes,), T.int32)
+                    scaled = T.alloc_var(T.int32)
+                    lane = thread % LINE * VECTOR
+                    row = member // WARP * GRAIN - GRAIN + thread % WARP // LINE
+                    other = member - WARP
+                    # among the scales of 16 rows, the 4 that one thread needs are neighbours
+                    place = other // STEP * STEP + other % 8 // 2 * 4 + other // 8 % 2 * 2
+                    place = place + other % 2
+                    find_rows(found, scaled_row, tile, sources, row, other)
+                    while tile[0] >= 0:
+                        expert = tile[0]
+                        slab = T.min(expert, slabs - 1)
+                        for i in T.unroll(passes if form.gathers else 0):
+                            offset[i] = found[i] * row_vectors
+                        for i in T.unroll(scale_passes):
+                            scale_of[i] = scaled_row[i]
+                        scaled = T.truncdiv(tile[1] + other % MATH_GROUPS * own, scaled_rows)
+                        scaled = T.min(scaled, num_scales - 1)
+                        if waits:
+                            jobs.wait_done(tiles, num_blocks, tile[4], safe)
+                        for k in T.unroll(steps, unroll_factor=1):
+                            # Rows are looked up before they are needed, so that no load waits.
+                            if k == T.truncdiv(steps * 3, 4):
+                                jobs.next_job(tile, queue, told, number)
+                                find_rows(found, scaled_row, tile, sources, row, other)
+                            T.barrier_wait(empty[slot], phase)
+                            if form.gathers:
+                                load_rows(
+                                    T.access_ptr(a_ring[slot, row, lane], "r", VECTOR),
+                                    T.access_ptr(a_ring[slot, row + GRAIN // 2, lane], "r", VECTOR),
+                                    a[0, 0, k * DEPTH + lane],
+                                    offset,
+                                    passes,
+                                    True,
                                 )
-                        # What stands for rows past the end is not stored, whatever it is.
-                        if not form.gathers and height > LOW:
-                            T.tma_copy(
-                                a[slab, first : first + HIGH, k * DEPTH : (k + 1) * DEPTH],
-                                a_ring[slot, :, :],
-                                barrier=full[slot],
-                            )
-                        else:
-                            load_rows(
-                                T.access_ptr(a_ring[slot, member // LINE, lane], "r", VECTOR),
-                                a[slab, 0, k * DEPTH + lane],
-                                offset,
-                                passes,
-                                True,
-                            )
-                        if offset[passes] >= 0:
-                            load_number(
-                                T.access_ptr(scale[slot, place], "w", 1),
-                                a_scale[slab, offset[passes], k],
-                            )
-                        if member < MATH_GROUPS:
-                            load_number(
-                                T.access_ptr(scale[slot, HIGH + member], "w", 1),
-                                gate_scale[expert, scaled, k],
-                            )
-                        elif member < MATH_GROUPS * parts:
-                            load_number(
-                                T.access_ptr(scale[slot, HIGH + member], "w", 1),
-                                up_scale[expert, scaled, k],
-                            )
-                        T.cp_async_barrier_noinc(full[slot])
-                        phase = phase ^ T.Select(slot == stages - 1, 1, 0)
-                        slot = T.Select(slot == stages - 1, 0, slot + 1)
-                    number = number + 1
-                if tells and member < WARP:
-                    if number > 0:
-                        T.barrier_wait(stored[0], (number - 1) & 1)
-                    if T.shuffle_elect(WARP):
-                        if number == 0:
-                            count_up(tiles[0, NEARLY_DONE])
-                        count_up(tiles[0, DONE])
+                            for i in T.unroll(scale_passes):
+                                if scale_of[i] >= 0:
+                                    load_number(
+                                        T.access_ptr(scale[slot, place + i * gatherers], "w", 1),
+                                        a_scale[slab, scale_of[i], k],
+                                    )
+                            if other < MATH_GROUPS:
+                                load_number(
+                                    T.access_ptr(scale[slot, HIGH + other], "w", 1),
+                                    gate_scale[expert, scaled, k],
+                                )
+                            elif other < MATH_GROUPS * parts:
+                                load_number(
+                                    T.access_ptr(scale[slot, HIGH + other], "w", 1),
+                                    up_scale[expert, scaled, k],
+                                )
+                            T.cp_async_barrier_noinc(full[slot])
+                            phase = phase ^ T.Select(slot == stages - 1, 1, 0)
+                            slot = T.Select(slot == stages - 1, 0, slot + 1)
+                        number = number + 1
             else:
                 T.set_max_nreg(224, 1)
                 w_desc = T.alloc_wgmma_desc()
@@ -336,10 +339,8 @@ def build(
                 number = T.alloc_var(T.int32)
                 group = thread // WARPGROUP
                 number = 0
-                job = start
-                if job < num_jobs:
-                    look_up(after, job, count, column_blocks, sweep, tiles)
-                while job < num_jobs:
+                look_up(after, start, num_jobs, column_blocks, tiles)
+                while after[0] >= 0:
                     expert = after[0]
                     column = after[1] + group * own
                     first = after[2]
@@ -347,8 +348,7 @@ def build(
                     slab = T.min(expert, slabs - 1)
                     rings = w_desc, a_desc, scale, full, empty
                     multiply(acc, height, *rings, number * steps, steps)
-                    later = T.min(job + num_blocks, num_jobs - 1)
-                    look_up(after, later, count, column_blocks, sweep, tiles)
+                    jobs.next_job(after, queue, told, number)
                     place = expert, slab, column, first, height, width
                     biases = gate_bias, up_bias, gate_biased, up_biased
                     formula = alpha, beta, limit
@@ -357,8 +357,7 @@ def build(
                     if tells:
                         T.sync_warp()
                         if T.shuffle_elect(WARP):
-                            T.barrier_arrive(stored[0])
-                    job = job + num_blocks
+                            T.barrier_arrive(stored[number % 2])
                     number = number + 1
             if waits:  # no launch after this one may find the one before still at work
                 T.pdl_sync()
@@ -385,8 +384,8 @@ def multiply_tiles_fp8(
     tile: GemmTile,
     out: torch.Tensor,
     out_scale: torch.Tensor | None = None,
-    before: tuple[int, int] = (0, 0),
-) -> tuple[int, int]:
+    role: str = "alone",
+) -> None:
     """Launch the kernel on a list of tiles of ``tile``'s height, on the current device.
 
     Args:
@@ -404,17 +403,11 @@ def multiply_tiles_fp8(
         tile: How the kernel works.
         out: Rows that are written.
         out_scale: If ``out`` is FP8, its scales, ``[M, N / 128]``.
-        before: What the call that writes ``a`` has returned, if it is the one before this and has
-            the same tiles.
-
-    Returns:
-        How many row tiles go through all columns together, and in how many blocks.
+        role: As in `multiply_tiles`.
     """
-    role = "second" if any(before) else "alone" if sources is None else "first"
     activation = activation or Activation("none")
     some_bias = up_bias if gate_bias is None else gate_bias
     a, out = jobs.view(jobs.slabs(a)), jobs.view(jobs.slabs(out))
-    sweep = jobs.sweep(tile.block_m, a.shape[-1])
     kernel = build(
         "uint8" if out_scale is not None else dtype_name(out),
         "none" if some_bias is None else dtype_name(some_bias),
@@ -439,12 +432,9 @@ def multiply_tiles_fp8(
         a.stride(1) // VECTOR,
         gate.shape[1] // gate_scale.shape[1],
         sm_count(a.device),
-        sweep,
-        *before,
         int(gate_bias is not None),
         int(up_bias is not None),
         activation.alpha,
         activation.beta,
         activation.limit,
     )
-    return sweep, -(-out.shape[-1] // (WEIGHTS if up is None else WEIGHTS // 2))

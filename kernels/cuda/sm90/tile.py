@@ -3,6 +3,10 @@
 WARP, WARPGROUP = 32, 128
 MATH_GROUPS = 2
 MATH_THREADS = MATH_GROUPS * WARPGROUP
+GATHERERS = WARPGROUP // WARP - 1
+"""Warps that load rows from wherever they lie, 8 rows each in turn; one more loads through TMA."""
+BOX = 64
+"""Rows that are loaded through TMA at a time, at most."""
 HALF = 64
 """Rows of the tall operand of one tensor core instruction."""
 WEIGHTS = MATH_GROUPS * 2 * HALF

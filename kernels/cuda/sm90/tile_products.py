@@ -6,7 +6,7 @@ from tileops.kernels.cuda.grouped_gemm_tiles import GRAIN
 from tileops.kernels.cuda.sm90.tile import HALF, LINE, WARP, WARPGROUP, WEIGHTS
 
 
-def products(dtype: str, own: int, apart: int, block_m: int, stages: int):
+def products(dtype: str, own: int, apart: int, block_m: int, stages: int, gathered: bool):
     """Make the macro that multiplies a tile as wide as it is into ``acc``.
 
     ``multiply(0, height, acc, w_desc, a_desc, full, empty, turn, steps)``: the descriptors of both
@@ -19,6 +19,7 @@ def products(dtype: str, own: int, apart: int, block_m: int, stages: int):
         apart: From the one half of a warpgroup's rows of weights to the other.
         block_m: Most rows of a tile.
         stages: Loads in flight.
+        gathered: Whether rows are loaded in pieces, rather than through TMA.
     """
     operand = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
 
@@ -38,7 +39,8 @@ def products(dtype: str, own: int, apart: int, block_m: int, stages: int):
         for k in T.unroll(steps, unroll_factor=1):
             T.barrier_wait(full[slot], phase)
             if wide > 0:
-                T.fence_proxy_async()  # rows came through the other path to shared memory
+                if gathered:
+                    T.fence_proxy_async()  # rows came through the other path to shared memory
                 for half in (0, 1):
                     T.warpgroup_fence_operand(acc, half * block_m // 2, wide // 2)
                 T.warpgroup_arrive()

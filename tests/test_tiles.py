@@ -1,0 +1,115 @@
+"""The list of row tiles, and more jobs a thread block than are told of at a time, on the GPU."""
+
+import pytest
+import torch
+
+from tileops.kernels.cuda.grouped_gemm_tiles import COUNT, MOST_TOGETHER, grouped_gemm_tiles
+from tileops.kernels.cuda.place_routes import place_tiles
+from tileops.layouts import ContiguousLayoutSpec
+from tileops.moe import (
+    FusedMoEExpertsFwdOp,
+    MaskedLayoutSpec,
+    MoEGroupedGemmFP8FwdOp,
+    MoEGroupedGemmFwdOp,
+)
+
+pytestmark = pytest.mark.gpu
+
+COUNTS = {
+    "none": (0, 0, 0),
+    "few": (1, 0, 7, 8, 9, 160),
+    "just too many for a tile": (161, 0, 321),
+    "one crowded expert": (3, 160 * MOST_TOGETHER, 5),
+    "more than go together": (160 * MOST_TOGETHER + 1, 40, 160 * 50),
+    "many experts": (200,) * 1500,
+}
+
+
+def listed(counts, block_m):
+    """Return the lines that the list should have, of even tiles."""
+    lines, start = [], 0
+    for expert, count in enumerate(counts):
+        number = -(-count // block_m)
+        height = 8 * -(-count // (8 * number)) if number else 1
+        number = -(-count // height)
+        together = -(-number // -(-number // MOST_TOGETHER)) if number else 1
+        first_line = len(lines) + 1
+        for i in range(number):
+            group = i // together * together
+            end = min(start + (i + 1) * height, start + count)
+            size = min(together, number - group)
+            lines.append([expert, start + i * height, end, first_line + group, size])
+        start += count
+    return lines
+
+
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_a_list_has_every_row_once_and_the_tiles_of_an_expert_together(counts, even):
+    block_m = 160
+    lines = listed(counts, block_m)
+    experts = torch.arange(len(counts), dtype=torch.int32, device="cuda")
+    ids = experts.repeat_interleave(torch.tensor(counts, device="cuda"))
+    ids = ids[torch.randperm(len(ids), device="cuda")]
+    ends = torch.tensor(counts, device="cuda").cumsum(0, dtype=torch.int32)
+    layout = ContiguousLayoutSpec.tight_physical_psum()
+    from_ends = grouped_gemm_tiles(ends, layout, len(ids), len(counts), block_m, even)
+    from_ids = place_tiles(ids[:, None], len(counts), block_m, even)[2]
+    for tiles in (from_ends, from_ids):
+        count = int(tiles[0, COUNT])
+        got = tiles[1 : count + 1, :5].tolist()
+        if even:
+            assert got == lines
+        rows = torch.zeros(len(ids), dtype=torch.int32)
+        for expert, first, end, group, size in got:
+            rows[first:end] += 1
+            assert end - first <= block_m
+            assert {line[0] for line in got[group - 1 : group - 1 + size]} == {expert}
+            assert size <= MOST_TOGETHER
+        assert (rows == 1).all()
+
+
+# A job of so few columns is loaded at once, so that blocks are several jobs ahead.
+def test_many_short_jobs_in_slabs():
+    experts, rows, width, depth = 8, 4000, 4096, 64
+    a = torch.randn(experts, rows, depth, dtype=torch.bfloat16, device="cuda")
+    b = torch.randn(experts, width, depth, dtype=torch.bfloat16, device="cuda")
+    counts = torch.tensor([rows, 0, 1, 3999, 160, 161, 2000, 3000], device="cuda")
+    out = torch.full((experts, rows, width), float("nan"), dtype=torch.bfloat16, device="cuda")
+    op = MoEGroupedGemmFwdOp(layout=MaskedLayoutSpec(max_m=rows), target="cuda")
+    op(a, b, counts.int(), out=out)
+    for expert, count in enumerate(counts.tolist()):
+        want = a[expert, :count].float() @ b[expert].float().T
+        torch.testing.assert_close(out[expert, :count].float(), want, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("num_experts", [8, 300])
+def test_many_short_jobs_of_two_products(num_experts):
+    tokens, hidden, ffn = 30_000, 64, 64
+    x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda")
+    up = torch.randn(num_experts, 2 * ffn, hidden, dtype=torch.bfloat16, device="cuda") / 8
+    down = torch.randn(num_experts, hidden, ffn, dtype=torch.bfloat16, device="cuda") / 8
+    ids = torch.rand(tokens, num_experts, device="cuda").topk(4).indices.int()
+    weights = torch.rand(tokens, 4, device="cuda")
+    args = x, up, down, weights, ids
+    out, want = torch.full_like(x, float("nan")), torch.empty_like(x)
+    FusedMoEExpertsFwdOp(target="cuda")(out, *args)
+    FusedMoEExpertsFwdOp(target="reference")(want, *args)
+    torch.testing.assert_close(out, want, rtol=3e-2, atol=3e-2)
+
+
+def test_many_short_jobs_in_fp8():
+    experts, rows, width, depth = 8, 4000, 4096, 128
+    fp8 = torch.float8_e4m3fn
+    a = torch.randn(experts, rows, depth, device="cuda").to(fp8)
+    b = torch.randn(experts, width, depth, device="cuda").to(fp8)
+    a_scale = torch.rand(experts, rows, 1, device="cuda") + 0.5
+    b_scale = torch.rand(experts, width // 128, 1, device="cuda") + 0.5
+    counts = torch.tensor([rows, 0, 1, 3999, 64, 65, 2000, 3000], device="cuda")
+    out = torch.full((experts, rows, width), float("nan"), dtype=torch.bfloat16, device="cuda")
+    op = MoEGroupedGemmFP8FwdOp(layout=MaskedLayoutSpec(max_m=rows), target="cuda")
+    op(a, a_scale, b, b_scale, counts.int(), out=out)
+    for expert, count in enumerate(counts.tolist()):
+        scale = b_scale[expert].repeat_interleave(128, 0)
+        want = (a[expert, :count].float() * a_scale[expert, :count]) @ (b[expert].float() * scale).T
+        torch.testing.assert_close(out[expert, :count].float(), want, rtol=1e-2, atol=1e-1)
