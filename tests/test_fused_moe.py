@@ -235,6 +235,15 @@ def test_views(target, device):
     assert torch.equal(got, want)
 
 
+def test_rows_that_are_all_one_token(target, device):
+    case = experts_case(device, torch.bfloat16, T=40, E=4, K=2, H=512, F=64, biases=False)
+    x, wg, wd, weights, ids, _, _ = case
+    x = x[:1].expand(40, 512)  # of stride 0
+    op = FusedMoEExpertsFwdOp(target=target)
+    want = op(torch.empty(40, 512).to(x), x.contiguous(), wg, wd, weights, ids)
+    assert torch.equal(op(torch.empty(40, 512).to(x), x, wg, wd, weights, ids), want)
+
+
 def test_output_must_not_overlap(target, device):
     x, wg, wd, weights, ids, bg, bd = experts_case(device, torch.bfloat16, H=64, F=32)
     op = FusedMoEExpertsFwdOp(target=target)

@@ -209,6 +209,16 @@ def test_few_rows_of_an_expert_and_many(target, device, activation, biases, pois
     check(got, x, w, weights, ids, activation)
 
 
+@pytest.mark.gpu
+def test_many_short_jobs_of_two_products():
+    """Blocks are several jobs ahead, and have more than they are told of at a time."""
+    x, _, w = case("cuda", T=90_000, hidden=128)
+    ids = torch.rand(90_000, 6, device="cuda").topk(2).indices.int()
+    weights = torch.rand(90_000, 2, device="cuda")
+    got = run_experts("cuda", x, w, weights, ids)
+    assert_near(got, run_experts("reference", x, w, weights, ids))
+
+
 def run_experts(target, x, w, weights, ids, activation="silu_and_mul", factor=1.0):
     names = "w_gate_up", "w_gate_up_scale", "w_down", "w_down_scale"
     args = *(w[name] for name in names), weights, ids, w["b_gate_up"], w["b_down"]

@@ -1,4 +1,4 @@
-"""The list of row tiles, and more jobs a thread block than are told of at a time, on the GPU."""
+"""The list of row tiles, and more jobs a thread block than it is told of at a time, on the GPU."""
 
 import pytest
 import torch
@@ -25,12 +25,12 @@ COUNTS = {
 }
 
 
-def listed(counts, block_m):
-    """Return the lines that the list should have, of even tiles."""
+def listed(counts, block_m, even):
+    """Return the lines that the list should have."""
     lines, start = [], 0
     for expert, count in enumerate(counts):
         number = -(-count // block_m)
-        height = 8 * -(-count // (8 * number)) if number else 1
+        height = 8 * -(-count // (8 * number)) if number and even else block_m
         number = -(-count // height)
         together = -(-number // -(-number // MOST_TOGETHER)) if number else 1
         first_line = len(lines) + 1
@@ -43,11 +43,21 @@ def listed(counts, block_m):
     return lines
 
 
+def assert_all_jobs(lines, column_blocks):
+    """Find all jobs as `sm90.jobs` does: every line with every block of columns, once."""
+    jobs = set()
+    for job in range(len(lines) * column_blocks):
+        group, size = lines[job // column_blocks][3:]
+        within = job - (group - 1) * column_blocks
+        jobs.add((group + within % size, within // size))
+    every = range(1, len(lines) + 1)
+    assert jobs == {(line, block) for line in every for block in range(column_blocks)}
+
+
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_a_list_has_every_row_once_and_the_tiles_of_an_expert_together(counts, even):
     block_m = 160
-    lines = listed(counts, block_m)
     experts = torch.arange(len(counts), dtype=torch.int32, device="cuda")
     ids = experts.repeat_interleave(torch.tensor(counts, device="cuda"))
     ids = ids[torch.randperm(len(ids), device="cuda")]
@@ -55,18 +65,21 @@ def test_a_list_has_every_row_once_and_the_tiles_of_an_expert_together(counts, e
     layout = ContiguousLayoutSpec.tight_physical_psum()
     from_ends = grouped_gemm_tiles(ends, layout, len(ids), len(counts), block_m, even)
     from_ids = place_tiles(ids[:, None], len(counts), block_m, even)[2]
+    lines = listed(counts, block_m, even)
+    assert_all_jobs(lines, 3)
     for tiles in (from_ends, from_ids):
-        count = int(tiles[0, COUNT])
-        got = tiles[1 : count + 1, :5].tolist()
-        if even:
-            assert got == lines
-        rows = torch.zeros(len(ids), dtype=torch.int32)
-        for expert, first, end, group, size in got:
-            rows[first:end] += 1
-            assert end - first <= block_m
-            assert {line[0] for line in got[group - 1 : group - 1 + size]} == {expert}
-            assert size <= MOST_TOGETHER
-        assert (rows == 1).all()
+        assert tiles[0].tolist() == [len(lines), 0, 0, 0, 2**31 - 1, 0]
+        assert tiles[1 : len(lines) + 1, :5].tolist() == lines
+
+
+def test_a_list_that_is_too_long_ends_between_jobs():
+    labels = torch.arange(3200, dtype=torch.int32, device="cuda") % 4  # every expert's rows: all
+    layout = ContiguousLayoutSpec.tight_per_row()
+    tiles = grouped_gemm_tiles(labels, layout, 3200, 4, 160)
+    count = int(tiles[0, COUNT])
+    assert count == (3200 + 4 * 159) // 160 < 80
+    for column_blocks in (1, 5):
+        assert_all_jobs(tiles[1 : count + 1, :5].tolist(), column_blocks)
 
 
 # A job of so few columns is loaded at once, so that blocks are several jobs ahead.
@@ -85,7 +98,7 @@ def test_many_short_jobs_in_slabs():
 
 @pytest.mark.parametrize("num_experts", [8, 300])
 def test_many_short_jobs_of_two_products(num_experts):
-    tokens, hidden, ffn = 30_000, 64, 64
+    tokens, hidden, ffn = 100_000, 64, 64
     x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda")
     up = torch.randn(num_experts, 2 * ffn, hidden, dtype=torch.bfloat16, device="cuda") / 8
     down = torch.randn(num_experts, hidden, ffn, dtype=torch.bfloat16, device="cuda") / 8

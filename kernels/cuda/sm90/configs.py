@@ -10,7 +10,7 @@ class GemmTile:
     Attributes:
         block_m: Most rows of a tile, a multiple of 32: they are multiplied by 256 rows of weights,
             in as many accumulators a thread.
-        stages: Loads in flight, of 64 columns each: a power of two, up to `jobs.QUEUE` less two.
+        stages: Loads in flight, of 128 bytes of each row: as `jobs.check_stages` takes them.
         streams: Whether weights are the first to leave L2.
     """
 

@@ -1,13 +1,13 @@
 """The order of the jobs of a persistent grouped GEMM, and its operands as its kernel takes them.
 
 A job is a row tile of the list by a block of columns. The tiles of an expert go through all columns
-together, and the blocks take one job after the other as they come to them, so that those who read
-the same weights do so at about the same time, and L2 serves all but the first. With jobs dealt out
-beforehand some blocks get ahead of others: at 1024 rows an expert the weights were read from
-memory four times.
+together, so that those who read the same weights do so at about the same time, and L2 serves most
+of them. Blocks take one job after the other as they come to them, so that none has more work than
+others.
 
-The warpgroup that loads looks for the next job while it loads one, a step at a time, so that
-nothing waits for what a step reads, and tells the others through a queue in shared memory.
+The warpgroup that loads looks for the next job while it loads one, a part at each quarter of the
+loads, so that nothing waits for what a part reads if there are four, and tells the others through a
+queue in shared memory.
 """
 
 import tilelang
@@ -30,7 +30,7 @@ from tileops.kernels.cuda.grouped_gemm_tiles import (
 from tileops.kernels.cuda.sm90.moves import count_up, lower, put, read_again, take, wait_for
 
 QUEUE = 8
-"""Jobs that the queue holds: two more than there are stages, of which a job may need only one."""
+"""Jobs that the queue holds: at least two more than stages, of which a job may need only one."""
 
 # Barriers are placed by hand: automatic ones would join warps that never meet. That the queue is
 # written is hidden from TileLang: `moves.put` says why.
@@ -39,6 +39,12 @@ CONFIG = {
     tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
     tilelang.PassConfigKey.TL_DISABLE_BUFFER_INIT_CHECK: True,
 }
+
+
+def check_stages(stages: int) -> None:
+    """Raise unless kernels of so many stages are right."""
+    if stages & (stages - 1) or stages + 2 > QUEUE:
+        raise ValueError(f"stages: takes a power of two up to {QUEUE - 2}, got {stages}")
 
 
 def finder(role: str, columns: int):
@@ -121,7 +127,7 @@ def next_job(found, queue, told, number):
 
 @T.macro
 def wait_stored(k, steps, stored, number):
-    """Wait until the job before the last one of this block is stored.
+    """Wait at the last load of job ``number`` of this block until job ``number - 2`` is stored.
 
     Each is waited for, as a barrier tells of its last phase only, and before the last load, as then
     the next on this barrier cannot be over.
@@ -152,7 +158,10 @@ def tell_stored(tiles, stored, number, line):
 
 @T.macro
 def wait_nearly_done(tiles, num_blocks, safe):
-    """Wait for the first product to come to its last jobs; tiles below ``safe[0]`` have none."""
+    """Wait until all blocks of the first product are at their last job.
+
+    Lines of the list below ``safe[0]`` are done then.
+    """
     wait_for(tiles[0, NEARLY_DONE], num_blocks)
     safe[0] = read_again(tiles[0, UNFINISHED])
 

@@ -243,7 +243,7 @@ def read_again(number):
 def put(to, *numbers):
     """Return the store of five numbers to shared memory.
 
-    Where TileLang sees such a store, it has the next load through TMA wait for all before it.
+    Where TileLang sees such a store, it puts a fence before each load through TMA.
 
     Args:
         to: Where the first goes.

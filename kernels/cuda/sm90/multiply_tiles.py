@@ -27,7 +27,6 @@ from tileops.kernels.cuda.sm90.moves import (
     store_turned,
 )
 from tileops.kernels.cuda.sm90.tile import (
-    BOX,
     CHUNK,
     GATHERERS,
     HALF,
@@ -44,10 +43,12 @@ from tileops.moe.grouped_gemm import Activation
 
 DEPTH = 64
 """Columns loaded at a time: the 128 bytes of one swizzled row of shared memory."""
+BOX = 64
+"""Rows that are loaded through TMA at a time, at most."""
 VECTOR = 8
 """Half-precision numbers of the 16 bytes that a thread moves at a time."""
 MAX_SPAN = 2**34
-"""Elements that the rows of a slab may span: an int32 counts them in vectors."""
+"""Elements that the rows of a slab may span: where they are gathered, an int32 counts vectors."""
 
 
 @jit(pass_configs=jobs.CONFIG)
@@ -80,6 +81,7 @@ def build(
     None unless the activation is gated. Of two biases one may be missing: its flag is 0, and any
     tensor of its shape stands in its place. ``alpha``, ``beta`` and ``limit`` are of ``swiglu``.
     """
+    jobs.check_stages(stages)
     parts = 2 if activation in GATED else 1
     columns = WEIGHTS // parts
     own = columns // MATH_GROUPS  # columns of the tile that a warpgroup has
@@ -264,7 +266,8 @@ def build(
                     find_rows(found, tile, sources, row_vectors, place)
                     while tile[0] >= 0:
                         for i in T.unroll(passes):
-                            offset[i] = found[i] * row_vectors
+                            # -1 stays: tokens of one row expanded are 0 vectors apart
+                            offset[i] = T.Select(found[i] >= 0, found[i] * row_vectors, -1)
                         for k in T.unroll(steps, unroll_factor=1):
                             # Rows are looked up before they are needed, so that no load waits.
                             if k == T.truncdiv(steps * 3, 4):
@@ -398,18 +401,20 @@ def multiply_tiles(
 
     Args:
         a: Rows, a matrix or slabs.
-        sources: The row of ``a`` for each row of ``out``, int32; None if they are the same.
+        sources: The row of ``a`` for each row of ``out``, int32, in a first product.
         gate: ``[E, N, K]`` weights.
         up: Such weights, if the activation is gated.
         gate_bias: ``[E, N]``, or None.
         up_bias: Likewise.
         activation: What is applied to the products, or None.
-        tiles: What ``grouped_gemm_tiles`` returns.
+        tiles: What ``grouped_gemm_tiles`` returns: a list for this call only, or for a first and a
+            second one, as they count in it what they have done.
         tile: How the kernel works.
         out: Rows that are written.
         role: ``"first"`` of two products on the same tiles, or ``"second"``, whose ``a`` the call
             before this one writes; or ``"alone"``.
     """
+    assert (sources is not None) == (role == "first"), role
     activation = activation or Activation("none")
     if a.shape[-1] == 0:  # no TMA descriptor has an empty dimension
         a, gate = a.new_zeros(*a.shape[:-1], 8), gate.new_zeros(*gate.shape[:-1], 8)

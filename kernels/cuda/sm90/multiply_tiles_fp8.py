@@ -47,7 +47,7 @@ from tileops.kernels.cuda.sm90.tile import (
 from tileops.moe.grouped_gemm import Activation
 
 MAX_SPAN = 2**35
-"""Bytes that the rows of a slab may span: an int32 counts them in vectors."""
+"""Bytes that the rows of a slab may span: where they are gathered, an int32 counts vectors."""
 
 
 @jit(pass_configs=jobs.CONFIG)
@@ -73,6 +73,7 @@ def build(
     each for ``scaled_rows`` rows of weights, and B blocks of K columns. ``out_scale`` is None
     unless ``out`` is FP8.
     """
+    jobs.check_stages(stages)
     form = Form(out_dtype, bias_dtype != "none", activation, role, stages)
     multiply, store = products(form), results(form)
     look_up, look_ahead = jobs.finder(role, form.columns)
@@ -391,7 +392,7 @@ def multiply_tiles_fp8(
     Args:
         a: FP8 rows, a matrix or slabs.
         a_scale: float32, one a row and 128 columns.
-        sources: The row of ``a`` for each row of ``out``, int32; None if they are the same.
+        sources: The row of ``a`` for each row of ``out``, int32, in a first product.
         gate: ``[E, N, K]`` FP8 weights.
         gate_scale: ``[E, S, K / 128]`` float32, one for ``N / S`` rows and 128 columns.
         up: Such weights, if the activation is gated.
@@ -399,12 +400,13 @@ def multiply_tiles_fp8(
         gate_bias: ``[E, N]``, or None.
         up_bias: Likewise.
         activation: What is applied to the products, or None.
-        tiles: What ``grouped_gemm_tiles`` returns.
+        tiles: As in `multiply_tiles`.
         tile: How the kernel works.
         out: Rows that are written.
         out_scale: If ``out`` is FP8, its scales, ``[M, N / 128]``.
         role: As in `multiply_tiles`.
     """
+    assert (sources is not None) == (role == "first"), role
     activation = activation or Activation("none")
     some_bias = up_bias if gate_bias is None else gate_bias
     a, out = jobs.view(jobs.slabs(a)), jobs.view(jobs.slabs(out))

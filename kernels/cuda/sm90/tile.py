@@ -5,15 +5,13 @@ MATH_GROUPS = 2
 MATH_THREADS = MATH_GROUPS * WARPGROUP
 GATHERERS = WARPGROUP // WARP - 1
 """Warps that load rows from wherever they lie, 8 rows each in turn; one more loads through TMA."""
-BOX = 64
-"""Rows that are loaded through TMA at a time, at most."""
 HALF = 64
 """Rows of the tall operand of one tensor core instruction."""
 WEIGHTS = MATH_GROUPS * 2 * HALF
 """Rows of weights of a tile, all of one matrix, or half of them gate rows and half up rows. Each
 math warpgroup has two halves: the one gate rows and the other their up rows, if there are any."""
 STEP = 16
-"""Rows that are loaded, and whose results are turned, at a time."""
+"""Rows whose results are turned at a time."""
 CHUNK = 2 * STEP
 """Rows of results that are staged at a time, so that whole lines are stored."""
 LINE = 8
