@@ -28,6 +28,7 @@ from tileops.kernels.cuda.grouped_gemm_tiles import (
     UNFINISHED,
 )
 from tileops.kernels.cuda.sm90.moves import count_up, lower, put, read_again, take, wait_for
+from tileops.kernels.cuda.sm90.tile import MATH_THREADS, WARP
 
 QUEUE = 8
 """Jobs that the queue holds: at least two more than stages, of which a job may need only one."""
@@ -47,6 +48,11 @@ def check_stages(stages: int) -> None:
         raise ValueError(f"stages: takes a power of two up to {QUEUE - 2}, got {stages}")
 
 
+def told_at(steps):
+    """Return the step of a job at which the next one is told."""
+    return T.truncdiv(steps * 3, 4)
+
+
 def finder(role: str, columns: int):
     """Make the macros that find jobs, of so many columns.
 
@@ -59,10 +65,11 @@ def finder(role: str, columns: int):
 
     Returns:
         ``look_up(found, job, num_jobs, column_blocks, tiles)``, which finds a job at once, the
-        first one of a block, whose number is that of the block; and ``look_ahead(k, steps, found,
-        queue, told, number, num_blocks, num_jobs, column_blocks, tiles)``, which one thread calls
-        at each of the ``steps`` of its job ``number``, with six numbers of scratch in ``found``: at
-        the last call at the latest ``queue`` holds the next job, and a barrier of ``told`` tells.
+        first one of a block, whose number is that of the block; and ``look_ahead(k, steps, tile,
+        found, queue, told, number, num_blocks, num_jobs, column_blocks, tiles)``, which the first
+        warp that loads calls at each of the ``steps`` of its job ``number``, with six numbers of
+        scratch in ``found``: at step ``told_at(steps)`` the next job is put into ``queue``, a
+        barrier of ``told`` tells, and ``tile`` is set to it.
     """
     counter = TAKEN_AFTER if role == "second" else TAKEN
 
@@ -96,9 +103,7 @@ def finder(role: str, columns: int):
             find_tile(found, column_blocks, tiles)
 
     @T.macro
-    def look_ahead(
-        k, steps, found, queue, told, number, num_blocks, num_jobs, column_blocks, tiles
-    ):
+    def search(k, steps, found, queue, told, number, num_blocks, num_jobs, column_blocks, tiles):
         if k == 0:
             found[5] = take(tiles[0, counter])
         if k == T.truncdiv(steps, 4):
@@ -106,13 +111,22 @@ def finder(role: str, columns: int):
             find_group(found, T.min(found[5], num_jobs - 1), column_blocks, tiles)
         if k == T.truncdiv(steps, 2):
             find_tile(found, column_blocks, tiles)
-        if k == T.truncdiv(steps * 3, 4):
+        if k == told_at(steps):
             found[0] = T.Select(found[5] < num_jobs, found[0], -1)
             put(
                 T.access_ptr(queue[number % QUEUE, 0], "r", 5),
                 *(found[i] for i in range(5)),
             )
             T.barrier_arrive(told[number % QUEUE])
+
+    @T.macro
+    def look_ahead(
+        k, steps, tile, found, queue, told, number, num_blocks, num_jobs, column_blocks, tiles
+    ):
+        if T.get_thread_binding() == MATH_THREADS:
+            search(k, steps, found, queue, told, number, num_blocks, num_jobs, column_blocks, tiles)
+        if k == told_at(steps):
+            next_job(tile, queue, told, number)
 
     return look_up, look_ahead
 
@@ -146,13 +160,13 @@ def tell_stored(tiles, stored, number, line):
     """
     if number > 1:
         T.barrier_wait(stored[number % 2], (number - 2) // 2 & 1)
-    if T.shuffle_elect(32):
+    if T.shuffle_elect(WARP):
         if number > 0:
             lower(tiles[0, UNFINISHED], line)
         count_up(tiles[0, NEARLY_DONE])
     if number > 0:
         T.barrier_wait(stored[(number - 1) % 2], (number - 1) // 2 & 1)
-    if T.shuffle_elect(32):
+    if T.shuffle_elect(WARP):
         count_up(tiles[0, DONE])
 
 

@@ -114,8 +114,8 @@ def build(
     out_slab, out_row = T.dynamic("out_slab, out_row", T.int64)
 
     @T.macro
-    def find_rows(found, tile, sources, row_vectors, first):
-        """Set ``found`` to where the rows that a thread loads are, -1 past the end of the tile."""
+    def find_rows(found, tile, sources, first):
+        """Set ``found`` to the rows of ``a`` that a thread loads, -1 past the end of the tile."""
         for i in T.unroll(passes):
             row = tile[2] + first + i // 2 * (GRAIN * GATHERERS) + i % 2 * (GRAIN // 2)
             found[i] = -1
@@ -218,11 +218,8 @@ def build(
                         if waits:
                             jobs.wait_done(tiles, num_blocks, line, safe)
                         for k in T.unroll(steps, unroll_factor=1):
-                            if member == 0:
-                                at = k, steps, ahead, queue, told, number
-                                look_ahead(*at, num_blocks, num_jobs, column_blocks, tiles)
-                            if k == T.truncdiv(steps * 3, 4):
-                                jobs.next_job(tile, queue, told, number)
+                            at = k, steps, tile, ahead, queue, told, number
+                            look_ahead(*at, num_blocks, num_jobs, column_blocks, tiles)
                             if tells:
                                 jobs.wait_stored(k, steps, stored, number)
                             T.barrier_wait(empty[slot], phase)
@@ -263,16 +260,16 @@ def build(
                     offset = T.alloc_local((passes,), T.int32)
                     lane = thread % LINE * VECTOR
                     place = member // WARP * GRAIN - GRAIN + thread % WARP // LINE
-                    find_rows(found, tile, sources, row_vectors, place)
+                    find_rows(found, tile, sources, place)
                     while tile[0] >= 0:
                         for i in T.unroll(passes):
                             # -1 stays: tokens of one row expanded are 0 vectors apart
                             offset[i] = T.Select(found[i] >= 0, found[i] * row_vectors, -1)
                         for k in T.unroll(steps, unroll_factor=1):
                             # Rows are looked up before they are needed, so that no load waits.
-                            if k == T.truncdiv(steps * 3, 4):
+                            if k == jobs.told_at(steps):
                                 jobs.next_job(tile, queue, told, number)
-                                find_rows(found, tile, sources, row_vectors, place)
+                                find_rows(found, tile, sources, place)
                             T.barrier_wait(empty[slot], phase)
                             # Nothing is loaded for rows past the end. Zeros stand for columns past
                             # the depth.

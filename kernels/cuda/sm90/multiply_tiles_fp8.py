@@ -227,11 +227,8 @@ def build(
                         if waits:
                             jobs.wait_done(tiles, num_blocks, line, safe)
                         for k in T.unroll(steps, unroll_factor=1):
-                            if member == 0:
-                                at = k, steps, ahead, queue, told, number
-                                look_ahead(*at, num_blocks, num_jobs, column_blocks, tiles)
-                            if k == T.truncdiv(steps * 3, 4):
-                                jobs.next_job(tile, queue, told, number)
+                            at = k, steps, tile, ahead, queue, told, number
+                            look_ahead(*at, num_blocks, num_jobs, column_blocks, tiles)
                             if tells:
                                 jobs.wait_stored(k, steps, stored, number)
                             T.barrier_wait(empty[slot], phase)
@@ -296,7 +293,7 @@ def build(
                             jobs.wait_done(tiles, num_blocks, tile[4], safe)
                         for k in T.unroll(steps, unroll_factor=1):
                             # Rows are looked up before they are needed, so that no load waits.
-                            if k == T.truncdiv(steps * 3, 4):
+                            if k == jobs.told_at(steps):
                                 jobs.next_job(tile, queue, told, number)
                                 find_rows(found, scaled_row, tile, sources, row, other)
                             T.barrier_wait(empty[slot], phase)
