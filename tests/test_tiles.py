@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from test_gpu import assert_near
+from test_grouped_gemm_fp8 import check, operands
 
 from tileops.kernels.cuda.grouped_gemm_tiles import COUNT, MOST_TOGETHER, grouped_gemm_tiles
 from tileops.kernels.cuda.place_routes import place_tiles
@@ -93,7 +95,7 @@ def test_many_short_jobs_in_slabs():
     op(a, b, counts.int(), out=out)
     for expert, count in enumerate(counts.tolist()):
         want = a[expert, :count].float() @ b[expert].float().T
-        torch.testing.assert_close(out[expert, :count].float(), want, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(out[expert, :count].float(), want, rtol=2**-8, atol=1e-3)
 
 
 @pytest.mark.parametrize("num_experts", [8, 300])
@@ -108,21 +110,15 @@ def test_many_short_jobs_of_two_products(num_experts):
     out, want = torch.full_like(x, float("nan")), torch.empty_like(x)
     FusedMoEExpertsFwdOp(target="cuda")(out, *args)
     FusedMoEExpertsFwdOp(target="reference")(want, *args)
-    torch.testing.assert_close(out, want, rtol=3e-2, atol=3e-2)
+    assert_near(out, want, torch.bfloat16)
+    # no row is off: an activated row and a row of down are rounded before, up to 4 of them a token
+    torch.testing.assert_close(out, want, rtol=2**-7, atol=4 * 2**-8)
 
 
 def test_many_short_jobs_in_fp8():
-    experts, rows, width, depth = 8, 4000, 4096, 128
-    fp8 = torch.float8_e4m3fn
-    a = torch.randn(experts, rows, depth, device="cuda").to(fp8)
-    b = torch.randn(experts, width, depth, device="cuda").to(fp8)
-    a_scale = torch.rand(experts, rows, 1, device="cuda") + 0.5
-    b_scale = torch.rand(experts, width // 128, 1, device="cuda") + 0.5
-    counts = torch.tensor([rows, 0, 1, 3999, 64, 65, 2000, 3000], device="cuda")
-    out = torch.full((experts, rows, width), float("nan"), dtype=torch.bfloat16, device="cuda")
-    op = MoEGroupedGemmFP8FwdOp(layout=MaskedLayoutSpec(max_m=rows), target="cuda")
-    op(a, a_scale, b, b_scale, counts.int(), out=out)
-    for expert, count in enumerate(counts.tolist()):
-        scale = b_scale[expert].repeat_interleave(128, 0)
-        want = (a[expert, :count].float() * a_scale[expert, :count]) @ (b[expert].float() * scale).T
-        torch.testing.assert_close(out[expert, :count].float(), want, rtol=1e-2, atol=1e-1)
+    experts, rows = 8, 4000
+    args = operands((experts, rows), experts, 4096, 128, "cuda")
+    counts = [rows, 0, 1, 3999, 64, 65, 2000, 3000]
+    op = MoEGroupedGemmFP8FwdOp(MaskedLayoutSpec(rows), target="cuda")
+    metadata = torch.tensor(counts, dtype=torch.int32, device="cuda")
+    check(op, *args, metadata, [(e, (e, slice(0, c))) for e, c in enumerate(counts)])

@@ -119,8 +119,9 @@ def products(form: Form):
             acc[LOW // 2 + i] = 0
         for _ in T.unroll(steps, unroll_factor=1):
             T.barrier_wait(full[slot], phase)
-            if wide > 0 and form.gathers:
-                T.fence_proxy_async()
+            if wide > 0:
+                if form.gathers:
+                    T.fence_proxy_async()
                 T.warpgroup_fence_operand(block, 0, wide)
             for half in (0, 1) if wide > 0 else ():
                 instruct(
