@@ -14,9 +14,10 @@ import torch
 
 from tileops.kernels.cuda.activations import sigmoid
 from tileops.kernels.cuda.device import current, dtype_name, jit, sm_count, unfit, wrong_device
-from tileops.kernels.cuda.indexed_experts import CONFIG, MAX_WIDTH, ROUTES, WARP, WARPS
+from tileops.kernels.cuda.indexed_experts import CONFIG, MAX_WIDTH
 from tileops.kernels.cuda.post_permute import moe_post_permute_fwd
 from tileops.kernels.cuda.quantize_fp8 import CUDA, quantize_fp8_rowwise_fwd
+from tileops.kernels.cuda.route_groups import ROUTES, WARP, WARPS
 
 MAX_ROUTES = 8192
 """Routes beyond which looking through all of them in every block costs more than grouping them."""
