@@ -108,16 +108,16 @@ def build(
     out_slab, out_row = T.dynamic("out_slab, out_row", T.int64)
 
     @T.macro
-    def find_rows(found, scaled_row, tile, sources, first, member):
-        """Set ``found`` to the rows of ``a`` that a thread loads, -1 past the end of the tile.
+    def find_rows(offset, scaled_row, tile, sources, first, member, row_vectors):
+        """Find the rows of ``a`` that a thread loads, and those whose scales it loads.
 
-        ``scaled_row`` are the rows whose scales it loads.
+        ``offset`` is in vectors from row 0 on; both are -1 past the end of the tile.
         """
         for i in T.unroll(passes if form.gathers else 0):
             row = tile[2] + first + i // 2 * (GRAIN * GATHERERS) + i % 2 * (GRAIN // 2)
-            found[i] = -1
+            offset[i] = -1
             if row < tile[3]:
-                found[i] = sources[row]
+                offset[i] = sources[row] * row_vectors
         for i in T.unroll(scale_passes):
             row = tile[2] + i * gatherers + member
             scaled_row[i] = -1
@@ -268,10 +268,10 @@ def build(
                     if tells:
                         jobs.tell_stored(tiles, stored, number, line)
                 else:
-                    found = T.alloc_local((passes,), T.int32)
+                    # Rows are looked up when they are needed: the registers for those of the next
+                    # tile besides would not be there, and the stages hide the wait.
                     offset = T.alloc_local((passes,), T.int32)
                     scaled_row = T.alloc_local((scale_passes,), T.int32)
-                    scale_of = T.alloc_local((scale_passes,), T.int32)
                     scaled = T.alloc_var(T.int32)
                     lane = thread % LINE * VECTOR
                     row = member // WARP * GRAIN - GRAIN + thread % WARP // LINE
@@ -279,23 +279,17 @@ def build(
                     # among the scales of 16 rows, the 4 that one thread needs are neighbours
                     place = other // STEP * STEP + other % 8 // 2 * 4 + other // 8 % 2 * 2
                     place = place + other % 2
-                    find_rows(found, scaled_row, tile, sources, row, other)
                     while tile[0] >= 0:
                         expert = tile[0]
                         slab = T.min(expert, slabs - 1)
-                        for i in T.unroll(passes if form.gathers else 0):
-                            offset[i] = found[i] * row_vectors
-                        for i in T.unroll(scale_passes):
-                            scale_of[i] = scaled_row[i]
+                        find_rows(offset, scaled_row, tile, sources, row, other, row_vectors)
                         scaled = T.truncdiv(tile[1] + other % MATH_GROUPS * own, scaled_rows)
                         scaled = T.min(scaled, num_scales - 1)
                         if waits:
                             jobs.wait_done(tiles, num_blocks, tile[4], safe)
                         for k in T.unroll(steps, unroll_factor=1):
-                            # Rows are looked up before they are needed, so that no load waits.
                             if k == jobs.told_at(steps):
                                 jobs.next_job(tile, queue, told, number)
-                                find_rows(found, scaled_row, tile, sources, row, other)
                             T.barrier_wait(empty[slot], phase)
                             if form.gathers:
                                 load_rows(
@@ -307,10 +301,10 @@ def build(
                                     True,
                                 )
                             for i in T.unroll(scale_passes):
-                                if scale_of[i] >= 0:
+                                if scaled_row[i] >= 0:
                                     load_number(
                                         T.access_ptr(scale[slot, place + i * gatherers], "w", 1),
-                                        a_scale[slab, scale_of[i], k],
+                                        a_scale[slab, scaled_row[i], k],
                                     )
                             if other < MATH_GROUPS:
                                 load_number(
