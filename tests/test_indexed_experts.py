@@ -126,6 +126,26 @@ def test_the_experts_op_picks_it_for_few_routes(monkeypatch, change, indexed):
     assert ("indexed_expert_mlp_fwd" in ran) == indexed
 
 
+@pytest.mark.parametrize(
+    ("routes", "hidden", "ffn", "too_few"),
+    [
+        (32, 2048, 768, True),
+        (64, 2048, 768, False),
+        (16, 4096, 1536, True),
+        (32, 4096, 1536, False),
+        (8, 5120, 1536, True),
+        (16, 5120, 1536, False),
+        (8, 7168, 2048, False),
+        (4, 4096, 14336, True),  # too few blocks, though of much work each
+        (1, 8, 8, True),
+    ],
+)
+def test_the_grouped_form_takes_routes_that_fill_the_gpu(routes, hidden, ffn, too_few):
+    from tileops.kernels.cuda.sm90.fused_experts import too_few_routes
+
+    assert too_few_routes(routes, hidden, ffn) == too_few
+
+
 def test_output_must_not_overlap(target, device):
     x, wg, wd, weights, ids, _, _ = experts_case(device, torch.bfloat16, 4, 6, 3, 128, 256, False)
     with pytest.raises(
