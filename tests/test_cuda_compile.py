@@ -1,8 +1,11 @@
 """The CUDA kernels compile for sm_90a, with or without a GPU."""
 
+import subprocess
 from dataclasses import astuple
+from pathlib import Path
 
 import pytest
+import tilelang
 import torch
 
 from tileops.kernels.cuda import (
@@ -102,3 +105,11 @@ def test_grouped_gemms_use_the_tensor_cores_and_the_copy_engine(name):
 def test_without_a_gpu_the_target_refuses_in_words():
     with pytest.raises(NoKernelError, match="target 'cuda' cannot run fused_topk_fwd.*'reference'"):
         FusedTopKFwdOp(1, target="cuda")(torch.randn(2, 4))
+
+
+def test_the_program_that_measures_ceilings_compiles(tmp_path):
+    source = Path(__file__).parents[1] / "workloads" / "ceilings.cu"
+    nvcc = Path(tilelang.env.CUDA_HOME, "bin", "nvcc")
+    architecture = "-gencode=arch=compute_90a,code=sm_90a"
+    flags = "-std=c++17", "-Werror=all-warnings", "-cubin", architecture
+    subprocess.run([nvcc, *flags, source, "-o", tmp_path / "ceilings.cubin"], check=True)
