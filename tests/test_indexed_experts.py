@@ -66,6 +66,18 @@ def test_the_experts_op_with_few_routes(
     assert_accurate(output, formulas.experts(*args), eager_experts(*args))
 
 
+def test_the_experts_op_with_few_routes_of_many_experts(
+    target, device, dtype, assert_accurate, poison
+):
+    """Fewer routes than experts, and yet enough for the grouped form of ``cuda``."""
+    x, wg, wd, weights, ids, bg, bd = experts_case(device, dtype, 32, 264, 8, 256, 128, True)
+    output = torch.full_like(x, float("nan"))
+    poison(256 * 128 * 4, 256 * 256 * 4)
+    FusedMoEExpertsFwdOp(target=target)(output, x, wg, wd, weights, ids, bg, bd)
+    args = x, wg, wd, weights, ids, "silu_and_mul", bg, bd
+    assert_accurate(output, formulas.experts(*args), eager_experts(*args))
+
+
 @pytest.mark.parametrize("which", ["b_gate_up", "b_down"])
 def test_biases_of_few_routes_are_independent(target, device, which, assert_accurate):
     x, wg, wd, weights, ids, bg, bd = experts_case(device, torch.bfloat16, 2, 16, 4, 128, 264)
@@ -138,6 +150,7 @@ def test_the_experts_op_picks_it_for_few_routes(monkeypatch, change, indexed):
         (8, 7168, 2048, False),
         (4, 4096, 14336, True),  # too few blocks, though of much work each
         (1, 8, 8, True),
+        (256, 256, 128, False),
     ],
 )
 def test_the_grouped_form_takes_routes_that_fill_the_gpu(routes, hidden, ffn, too_few):

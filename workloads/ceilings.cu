@@ -5,8 +5,8 @@
 //
 // First its tensor cores multiply bfloat16 numbers, drawn at random, that lie in shared memory, in
 // tiles of 256 rows of weights by some rows of tokens: while nothing is loaded, while each stage is
-// loaded anew from L2, and while the weights come from memory. Such a loop has no results to store
-// and no tile to end, so that no kernel of these sizes is faster. Then blocks only load from L2.
+// loaded anew from L2, and while the weights come from memory, each once. Such a loop has no results
+// to store and no tile to end. Then blocks only load from L2.
 
 #include <algorithm>
 #include <cstdio>
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(MATH + 128, 1)
         int slot = s % STAGES, phase = (s / STAGES) & 1;
         wait(shared(&barriers[STAGES + slot]), phase ^ 1);
         unsigned full = shared(&barriers[slot]);
-        if (load) {  // two blocks read the same weights in L2, others the same rows
+        if (load) {  // from L2, two blocks read the same weights, and others the same rows
           size_t at, row;
           if (load == FROM_L2)
             at = ((size_t)(blockIdx.x / 2) * 1315423911ull + (size_t)s * 65536) %
@@ -246,22 +246,22 @@ static void check(cudaError_t error) {
   std::exit(1);
 }
 
-// Milliseconds of so many launches, after one, and the median cycles of a block.
+// Milliseconds of so many launches, after one, and a block's median cycles in the last of them.
 template <class Launch> static float time(int launches, Launch launch, long long* cycles,
                                           double* median) {
   cudaEvent_t start, end;
-  cudaEventCreate(&start), cudaEventCreate(&end);
+  check(cudaEventCreate(&start)), check(cudaEventCreate(&end));
   launch();
-  cudaEventRecord(start);
+  check(cudaEventRecord(start));
   for (int i = 0; i < launches; i++) launch();
-  cudaEventRecord(end);
-  check(cudaDeviceSynchronize());
+  check(cudaEventRecord(end));
+  check(cudaGetLastError()), check(cudaDeviceSynchronize());
   std::vector<long long> all(SMS);
   check(cudaMemcpy(all.data(), cycles, SMS * 8, cudaMemcpyDeviceToHost));
   std::sort(all.begin(), all.end());
   *median = all[SMS / 2];
   float milliseconds;
-  cudaEventElapsedTime(&milliseconds, start, end);
+  check(cudaEventElapsedTime(&milliseconds, start, end));
   return milliseconds;
 }
 
@@ -314,6 +314,7 @@ static CUtensorMap box(char* from, unsigned rows) {
   cudaDriverEntryPointQueryResult found;
   check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000,
                                          cudaEnableDefault, &found));
+  if (found != cudaDriverEntryPointSuccess) std::printf("no cuTensorMapEncodeTiled\n"), std::exit(1);
   cuuint64_t sizes[2] = {COLUMNS * 64, 6144}, strides[1] = {COLUMNS * 128};
   cuuint32_t shape[2] = {64, rows}, steps[2] = {1, 1};
   auto result = ((decltype(&cuTensorMapEncodeTiled))encode)(
@@ -333,7 +334,7 @@ int main() {
   check(cudaMalloc(&out, MATH * 4)), check(cudaMalloc(&cycles, SMS * 8));
   draw<<<1024, 256>>>((unsigned short*)few, (few_bytes + more) / 2);
   draw<<<1024, 256>>>((unsigned short*)many, (many_bytes + more) / 2);
-  check(cudaDeviceSynchronize());
+  check(cudaGetLastError()), check(cudaDeviceSynchronize());
   measure<104>(few, few_bytes, many, many_bytes, out, cycles);
   measure<128>(few, few_bytes, many, many_bytes, out, cycles);
   measure<160>(few, few_bytes, many, many_bytes, out, cycles);

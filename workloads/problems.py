@@ -25,7 +25,7 @@ from tileops.workloads.quantized_layer import BITS, COLUMNS, MATRICES, Dequantiz
 
 BLOCK_SIZE = 64
 INDEXED_ROUTES_PER_EXPERT = 2
-"""Up to so many ``indexed_expert_mlp_fwd`` is run: the fused op leaves it at 1 already."""
+"""Up to so many ``indexed_expert_mlp_fwd`` is run: the fused op leaves it at 1 at the latest."""
 MAX_EXPERTS_HALF = 64
 """Logits of even spacing stay distinct in bfloat16 up to so many experts."""
 
