@@ -9,44 +9,37 @@ the ring is long, in the next tile too: one of its warps through TMA, weights an
 together, and the others rows from wherever they lie, in 16-byte pieces. The other two warpgroups
 multiply 128 rows of the weights each, apply bias and activation in float32, and store. TMA fills
 with zeros what lies past the end of a dimension, so widths need not be multiples of a block.
+`tile_products` has the products, `tile_results` what follows.
 """
 
 import tilelang.language as T
 import torch
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from tileops.kernels.cuda.activations import GATED, activated, gated
+from tileops.kernels.cuda.activations import GATED
 from tileops.kernels.cuda.device import dtype_name, jit, sm_count
 from tileops.kernels.cuda.grouped_gemm_tiles import COUNT, FIELDS, GRAIN
 from tileops.kernels.cuda.sm90 import jobs
 from tileops.kernels.cuda.sm90.configs import GemmTile
-from tileops.kernels.cuda.sm90.moves import (
-    CUDA,
-    load_rows,
-    store_rows,
-    store_turned,
-)
+from tileops.kernels.cuda.sm90.moves import CUDA, load_rows
 from tileops.kernels.cuda.sm90.tile import (
-    CHUNK,
     GATHERERS,
     HALF,
     LINE,
     MATH_GROUPS,
     MATH_THREADS,
-    STEP,
     WARP,
     WARPGROUP,
     WEIGHTS,
 )
 from tileops.kernels.cuda.sm90.tile_products import products
+from tileops.kernels.cuda.sm90.tile_results import VECTOR, results, staged_shape
 from tileops.moe.grouped_gemm import Activation
 
 DEPTH = 64
 """Columns loaded at a time: the 128 bytes of one swizzled row of shared memory."""
 BOX = 64
 """Rows that are loaded through TMA at a time, at most."""
-VECTOR = 8
-"""Half-precision numbers of the 16 bytes that a thread moves at a time."""
 MAX_SPAN = 2**34
 """Elements that the rows of a slab may span: where they are gathered, an int32 counts vectors."""
 
@@ -87,20 +80,15 @@ def build(
     own = columns // MATH_GROUPS  # columns of the tile that a warpgroup has
     # from the one half of a warpgroup's weights to the other
     apart = HALF if parts == 1 else columns
-    halves = own // HALF
     # of a gatherer, each of half of 8 rows
     passes = 2 * -(-block_m // (GRAIN * GATHERERS))
     half_word = out_dtype != "float32"
-    # A warpgroup stores so many lines at a time, of so many vectors. Where they are staged, a line
-    # is one vector longer than its data, so that neighbours meet other banks.
-    vectors = own // VECTOR
-    lines = WARPGROUP // vectors
-    staged_width = own + VECTOR
     gathers = role == "first"
     tells, waits = role == "first", role == "second"
     hint = {"eviction_policy": "evict_first"} if streams else {}
     look_up, look_ahead = jobs.finder(role, columns)
     dispatch = products(dtype, own, apart, block_m, stages, gathers)
+    load_bias, store = results(activation, has_bias, out_dtype, own, apart, block_m)
 
     slabs, a_rows, out_rows, num_sources = T.dynamic("G, A, M, S")
     num_experts, width, depth, num_lines = T.dynamic("E, N, K, lines")
@@ -121,25 +109,6 @@ def build(
             found[i] = -1
             if row < tile[3]:
                 found[i] = sources[row]
-
-    @T.macro
-    def finish(value, acc, bias, at, alpha, beta, limit):
-        """Set ``value`` to what 8 sums of each half of ``acc``, from ``at`` on, give.
-
-        They are two rows of weights by 4 rows of the tile; ``bias`` has a number for each row of
-        weights of each half.
-        """
-        for r in T.unroll(8):
-            value[r] = acc[at + r]
-            value[8 + r] = acc[at + block_m // 2 + r]
-            if has_bias:
-                value[r] += bias[r // 2 % 2]
-                value[8 + r] += bias[2 + r // 2 % 2]
-            if parts == 2:
-                value[r] = gated(value[r], value[8 + r], activation, alpha, beta, limit)
-            elif activation != "none":
-                value[r] = activated(value[r], activation)
-                value[8 + r] = activated(value[8 + r], activation)
 
     @T.prim_func
     def grouped_gemm(
@@ -168,8 +137,9 @@ def build(
                     a_ring: make_full_bank_swizzled_layout(a_ring),
                 }
             )
+            staged = None
             if half_word:
-                staged = T.alloc_shared((MATH_GROUPS, CHUNK, staged_width), out_dtype)
+                staged = T.alloc_shared(staged_shape(own), out_dtype)
             full = T.alloc_barrier([1 + (GATHERERS * WARP if gathers else 0)] * stages)
             # wgmma is waited for by whole warps, so one thread of each tells that a stage is free
             empty = T.alloc_barrier([MATH_THREADS // WARP] * stages)
@@ -292,23 +262,12 @@ def build(
                 T.initialize_wgmma_descriptor(w_desc, w_ring.access_ptr("r"), 1, 1, 8 * LINE)
                 T.initialize_wgmma_descriptor(a_desc, a_ring.access_ptr("r"), 1, 1, 8 * LINE)
                 acc = T.alloc_local((block_m,), T.float32)
-                value = T.alloc_local((16,), T.float32)
                 bias = T.alloc_local((4,), T.float32)
-                if half_word:
-                    words = T.alloc_local((4,), T.uint32)
-                    result = T.view(words, (8,), out_dtype)
                 after = T.alloc_local((5,), T.int32)
                 first = T.alloc_var(T.int32)
                 height = T.alloc_var(T.int32)
                 number = T.alloc_var(T.int32)
                 group = thread // WARPGROUP
-                member = thread % WARPGROUP
-                lane = thread % WARP
-                # of the rows of weights of a half, those of a thread are this and the 8th after it
-                tall = member // WARP * 16 + lane // 4
-                # where a warp's four blocks of 8 by 8 results go, turned: each thread gives one row
-                turned_row = lane // 16 * 8 + lane % 8
-                turned_col = member // WARP * 16 + lane // 8 % 2 * 8
                 number = 0
                 look_up(after, start, num_jobs, column_blocks, tiles)
                 while after[0] >= 0:
@@ -318,58 +277,12 @@ def build(
                     height = T.Select(column < width, after[3] - first, 0)
                     slab = T.min(expert, slabs - 1)
                     if has_bias:
-                        for i in T.unroll(4):
-                            at = column + tall + i % 2 * 8
-                            bias[i] = 0
-                            if parts == 1:
-                                if gate_biased != 0:
-                                    bias[i] = gate_bias[
-                                        expert, T.min(at + i // 2 * HALF, width - 1)
-                                    ]
-                            elif i < 2:
-                                if gate_biased != 0:
-                                    bias[i] = gate_bias[expert, T.min(at, width - 1)]
-                            elif up_biased != 0:
-                                bias[i] = up_bias[expert, T.min(at, width - 1)]
+                        biases = gate_bias, up_bias, gate_biased, up_biased
+                        load_bias(bias, (expert, column, width), biases)
                     dispatch(0, height, acc, w_desc, a_desc, full, empty, number * steps, steps)
                     jobs.next_job(after, queue, told, number)
-                    for c in T.unroll(block_m // CHUNK):
-                        if c * CHUNK < height:
-                            if half_word:
-                                T.sync_threads(1 + group, WARPGROUP)
-                            for s in T.unroll(CHUNK // STEP):
-                                at = c * CHUNK + s * STEP
-                                finish(value, acc, bias, at // 2, alpha, beta, limit)
-                                for half in T.unroll(halves):
-                                    if half_word:
-                                        for i in T.vectorized(8):
-                                            result[i] = T.Cast(out_dtype, value[half * 8 + i])
-                                        col = half * HALF + turned_col
-                                        store_turned(
-                                            T.access_ptr(
-                                                staged[group, s * STEP + turned_row, col],
-                                                "w",
-                                                VECTOR,
-                                            ),
-                                            words,
-                                        )
-                                    else:
-                                        for r in T.unroll(8):
-                                            row = at + r // 4 * 8 + lane % 4 * 2 + r % 2
-                                            col = column + half * HALF + tall + r // 2 % 2 * 8
-                                            if row < height and col < width:
-                                                out[slab, first + row, col] = value[half * 8 + r]
-                            if half_word:
-                                T.sync_threads(1 + group, WARPGROUP)
-                                row = member // vectors
-                                col = member % vectors * VECTOR
-                                store_rows(
-                                    out[slab, first + c * CHUNK + row, column + col],
-                                    T.access_ptr(staged[group, row, col], "r", VECTOR),
-                                    (CHUNK // lines, lines * staged_width * 2, lines),
-                                    out_row * (lines * 2),
-                                    T.Select(column + col < width, height - c * CHUNK - row, 0),
-                                )
+                    at = slab, column, first, height, width
+                    store(acc, bias, at, (alpha, beta, limit), out, out_row, staged)
                     if tells:
                         T.sync_warp()
                         if T.shuffle_elect(WARP):
