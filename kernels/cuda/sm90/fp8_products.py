@@ -12,7 +12,7 @@ from tileops.kernels.cuda.sm90.fp8_form import (
     LOW,
     Form,
 )
-from tileops.kernels.cuda.sm90.moves import add_scaled, read_number
+from tileops.kernels.cuda.sm90.fp8_moves import add_scaled, read_number
 from tileops.kernels.cuda.sm90.tile import (
     HALF,
     LINE,

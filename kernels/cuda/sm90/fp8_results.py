@@ -14,13 +14,8 @@ from tileops.kernels.cuda.sm90.fp8_form import (
     LOW,
     Form,
 )
-from tileops.kernels.cuda.sm90.moves import (
-    largest_of_rows,
-    pair_of_bytes,
-    store_rows,
-    store_turned,
-    turned_bytes,
-)
+from tileops.kernels.cuda.sm90.fp8_moves import largest_of_rows, pair_of_bytes, turned_bytes
+from tileops.kernels.cuda.sm90.moves import store_rows, store_turned
 from tileops.kernels.cuda.sm90.tile import (
     CHUNK,
     HALF,

@@ -25,14 +25,10 @@ from tileops.kernels.cuda.sm90.fp8_form import (
     VECTOR,
     Form,
 )
+from tileops.kernels.cuda.sm90.fp8_moves import FP8, load_number
 from tileops.kernels.cuda.sm90.fp8_products import products
 from tileops.kernels.cuda.sm90.fp8_results import results
-from tileops.kernels.cuda.sm90.moves import (
-    CUDA,
-    FP8,
-    load_number,
-    load_rows,
-)
+from tileops.kernels.cuda.sm90.moves import CUDA, load_rows
 from tileops.kernels.cuda.sm90.tile import (
     GATHERERS,
     HALF,
