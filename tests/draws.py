@@ -96,11 +96,16 @@ def assert_untouched_around(view, buffer):
 
 
 def ranks_clearly(values, groups=1, of_a_group=1):
-    """Say which rows have no near-ties, between values or between the best sums of groups."""
+    """Say which rows have no near-ties, between values or between the best sums of groups.
 
-    def apart(x):
-        gaps = x.nan_to_num(-9.0).sort().values.diff()
-        return ((gaps == 0) | (gaps > 1e-5)).all(-1)
+    Equal values are none, as they are equal however they are computed. Equal sums of others are.
+    """
 
+    def gaps(x):
+        return x.nan_to_num(-9.0).sort().values.diff()
+
+    apart = gaps(values)
     best = values.unflatten(-1, (groups, -1)).sort(descending=True).values[..., :of_a_group]
-    return apart(values) & apart(best.sum(-1))
+    sums = gaps(best.sum(-1))
+    equal = (sums == 0) & (best.shape[-1] == 1)
+    return ((apart == 0) | (apart > 1e-5)).all(-1) & (equal | (sums > 1e-5)).all(-1)
