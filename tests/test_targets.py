@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tileops import targets
+from tileops import installed, targets
 from tileops.moe import FusedMoEExpertsFwdOp, FusedTopKFwdOp
 from tileops.targets import BUILTIN, Kernel, NoKernelError, Target
 from tileops.workloads import TARGET as REFERENCE
@@ -15,9 +15,9 @@ LOGITS = torch.tensor([[0.0, 3.0, 1.0]])
 
 
 def clear():
-    for cached in (targets._entry_points, targets._load, targets.resolve, targets._candidates):
+    for cached in (installed.third_party, installed.load, targets.resolve, targets._candidates):
         cached.cache_clear()
-    targets._failures.clear()
+    installed._failures.clear()
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def install(monkeypatch):
                 module.TARGET = target
             monkeypatch.setitem(sys.modules, module.__name__, module)
             points.append(EntryPoint(name, module.__name__, "tileops.targets"))
-        monkeypatch.setattr(targets, "entry_points", lambda group: points)
+        monkeypatch.setattr(installed, "entry_points", lambda group: points)
         clear()
 
     yield put

@@ -1,70 +1,41 @@
 """Targets: which set of kernels serves a device, and which kernel serves a call.
 
-A target is a module with a ``TARGET`` object that maps operator names to kernels. The in-tree ones
-are ``cuda``, ``cpu`` and ``reference``; others come from packages with an entry point in the group
-``tileops.targets``, whose name is the target's name and whose value is the module. All are looked
-up the same way, and none is imported before a call needs it.
+A target is a module with a ``TARGET`` object that maps operator names to kernels. `installed` says
+where they come from, and loads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache, lru_cache
-from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
 
 from tileops import repeat
+from tileops.installed import (
+    BUILTIN,
+    IN_TREE,
+    Kernel,
+    Target,
+    detects,
+    failure_note,
+    load,
+    load_failures,
+    third_party,
+)
 
-BUILTIN = "builtin"
-"""As ``target=``: the in-tree target of the tensors' device, whatever else is installed."""
-
-_IN_TREE = {
-    "cuda": "tileops.kernels.cuda",
-    "cpu": "tileops.kernels.cpu",
-    "reference": "tileops.workloads",
-}
-
-
-def _accepts(*args: object, **named: object) -> str | None:
-    return None
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One implementation of an operator on one target.
-
-    Attributes:
-        launch: Runs the operator: called with the arguments that ``kernels/README.md`` lists for
-            it, layouts as spec objects, then ``target=`` the resolved name. An operator that writes
-            a buffer is only ever launched with ``out=``.
-        refuse: Takes the same arguments; returns why this kernel cannot serve the call, else None.
-    """
-
-    launch: Callable[..., object]
-    refuse: Callable[..., str | None] = _accepts
-
-
-@dataclass(frozen=True)
-class Target:
-    """A named set of kernels.
-
-    Attributes:
-        name: The name that ``target=`` takes.
-        kernels: For each operator its kernels, the most specialised first.
-        detect: Whether this target claims a ``torch.device`` when no target is named.
-        repeats: Whether its kernels do nothing but allocate, view, and launch what
-            ``tileops.compilation.jit`` builds, and whether all that depends on nothing that
-            ``tileops.repeat.signature`` leaves out: such calls may be repeated without asking.
-    """
-
-    name: str
-    kernels: Mapping[str, Sequence[Kernel]]
-    detect: Callable[[torch.device], bool] = field(default=lambda device: False)
-    repeats: bool = False
+__all__ = [
+    "BUILTIN",
+    "Kernel",
+    "NoKernelError",
+    "Target",
+    "default_target",
+    "find_kernel",
+    "load_failures",
+    "registered_targets",
+    "set_default_target",
+]
 
 
 class NoKernelError(ValueError):
@@ -72,7 +43,6 @@ class NoKernelError(ValueError):
 
 
 _staged: dict[str, tuple[Kernel, tuple[str, ...]]] = {}
-_failures: dict[str, str] = {}
 _default: str | None = None
 version = 0
 """How often it has changed which kernel serves a call."""
@@ -92,57 +62,6 @@ def register_staged(operator: str, launch: Callable[..., object], stages: Sequen
     version += 1
 
 
-@cache
-def _entry_points() -> dict[str, EntryPoint]:
-    found: dict[str, EntryPoint] = {}
-    for point in entry_points(group="tileops.targets"):
-        if point.name in (*_IN_TREE, BUILTIN):
-            _failures[point.name] = f"{point.value}: the name is taken by the library itself"
-        elif point.name in found:
-            _failures[point.name] = (
-                f"{point.value}: {found[point.name].value} has that name already"
-            )
-        else:
-            found[point.name] = point
-    return found
-
-
-def _load_in_tree(module: str) -> Target:
-    try:
-        return import_module(module).TARGET
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        link = module.replace(".", "/")
-        raise ImportError(
-            f"{link} is missing: this checkout lacks its symbolic links, as one unpacked from a "
-            f".zip archive does; clone the repository with git, or install a wheel"
-        ) from error
-
-
-@cache
-def _load(name: str) -> Target | None:
-    """Import a target; a third-party one that fails is recorded and left out."""
-    if name in _IN_TREE:
-        return _load_in_tree(_IN_TREE[name])
-    point = _entry_points()[name]
-    try:
-        target = import_module(point.module).TARGET
-        if not isinstance(target, Target):
-            raise TypeError(f"TARGET is a {type(target).__name__}, not a tileops.targets.Target")
-    except Exception as error:
-        _failures[name] = f"{point.value}: {type(error).__name__}: {error}"
-        return None
-    return target
-
-
-def load_failures() -> dict[str, str]:
-    """Return why third-party targets could not be loaded, by name. Loads those not yet tried."""
-    for name in _entry_points():
-        _load(name)
-    return dict(_failures)
-
-
 def registered_targets(op: str | None = None) -> list[str]:
     """Return the names of the targets that are installed and load.
 
@@ -153,7 +72,7 @@ def registered_targets(op: str | None = None) -> list[str]:
     Raises:
         ValueError: If no target has an operator of that name.
     """
-    loaded = {name: _load(name) for name in (*_IN_TREE, *_entry_points())}
+    loaded = {name: load(name) for name in (*IN_TREE, *third_party())}
     names = [name for name, target in loaded.items() if target is not None]
     if op is None:
         return names
@@ -164,12 +83,12 @@ def registered_targets(op: str | None = None) -> list[str]:
 
 def operators() -> list[str]:
     """Return the names of the operators that some target has, whole or through stages."""
-    loaded = filter(None, map(_load, (*_IN_TREE, *_entry_points())))
+    loaded = filter(None, map(load, (*IN_TREE, *third_party())))
     return sorted({*_staged, *(op for target in loaded for op in target.kernels)})
 
 
 def _has(name: str, op: str) -> bool:
-    target = _load(name)
+    target = load(name)
     stages = _staged[op][1] if op in _staged else ()
     return target is not None and (
         bool(target.kernels.get(op)) or bool(stages and all(_has(name, s) for s in stages))
@@ -200,12 +119,12 @@ def target_argument(op: str, target: object) -> str | None:
     """Return ``target`` if it is None, ``BUILTIN`` or the name of a target; raise otherwise."""
     if target is not None and not isinstance(target, str):
         raise TypeError(f"{op}: target must be a name, BUILTIN or None, got {target!r}")
-    if target in (None, BUILTIN, *_IN_TREE):
+    if target in (None, BUILTIN, *IN_TREE):
         return target
-    if target not in _entry_points() or _load(target) is None:
+    if target not in third_party() or load(target) is None:
         raise ValueError(
             f"{op}: target must be one of {[BUILTIN, *registered_targets()]} or None, "
-            f"got {target!r}{_failure_note()}"
+            f"got {target!r}{failure_note()}"
         )
     return target
 
@@ -217,7 +136,7 @@ def resolve(target: str | None, device: torch.device) -> str:
     if target not in (None, BUILTIN):
         return target
     if target is None:
-        claims = [name for name in _entry_points() if _detects(name, device)]
+        claims = [name for name in third_party() if detects(name, device)]
         if len(claims) > 1:
             raise ValueError(
                 f"several targets claim {device}: {claims}; "
@@ -228,23 +147,14 @@ def resolve(target: str | None, device: torch.device) -> str:
     if device.type not in ("cpu", "cuda"):
         raise NoKernelError(
             f"no in-tree target serves {device}; target='reference' runs on any device"
-            + _failure_note()
+            + failure_note()
         )
     return device.type
 
 
-def _detects(name: str, device: torch.device) -> bool:
-    target = _load(name)
-    try:
-        return target is not None and bool(target.detect(device))
-    except Exception as error:
-        _failures[name] = f"detect({device}): {type(error).__name__}: {error}"
-        return False
-
-
 @lru_cache(maxsize=1024)
 def _candidates(op: str, target: str) -> tuple[Kernel, ...]:
-    loaded = _load(target)
+    loaded = load(target)
     own = tuple(loaded.kernels.get(op, ())) if loaded else ()
     if op in _staged and all(_has(target, stage) for stage in _staged[op][1]):
         return (*own, _staged[op][0])
@@ -281,7 +191,7 @@ def run(op: str, target: str | None, *args: torch.Tensor | object, **named: obje
 def repeats(target: str | None, device: torch.device) -> bool:
     """Return whether calls on what ``target`` stands for on a device may be repeated."""
     try:
-        loaded = _load(resolve(target, device))
+        loaded = load(resolve(target, device))
     except Exception:  # the call itself tells, after what else is wrong; or it is on meta tensors
         return False
     return loaded is not None and loaded.repeats
@@ -295,7 +205,7 @@ def _no_kernel(op: str, target: str, *args: Any, **named: object) -> NoReturn:
     able = [
         name
         for name in registered_targets(op)
-        if (name in ("reference", device.type) or _detects(name, device))
+        if (name in ("reference", device.type) or detects(name, device))
         and any(reason is None for _, reason in refusals(name))
     ]
     lines = [
@@ -305,14 +215,8 @@ def _no_kernel(op: str, target: str, *args: Any, **named: object) -> NoReturn:
     lines += [f"{_name(kernel)}: {reason}" for kernel, reason in refusals(target)]
     if len(lines) == 1:
         lines.append(f"target {target!r} has no kernel for {op}")
-    raise NoKernelError("\n  ".join(lines) + _failure_note())
+    raise NoKernelError("\n  ".join(lines) + failure_note())
 
 
 def _name(kernel: Kernel) -> str:
     return f"{kernel.launch.__module__}.{getattr(kernel.launch, '__name__', 'launch')}"
-
-
-def _failure_note() -> str:
-    if not _failures:
-        return ""
-    return "".join(f"\n  target {name!r} did not load: {why}" for name, why in _failures.items())
