@@ -101,11 +101,9 @@ def ranks_clearly(values, groups=1, of_a_group=1):
     Equal values are none, as they are equal however they are computed. Equal sums of others are.
     """
 
-    def gaps(x):
-        return x.nan_to_num(-9.0).sort().values.diff()
+    def clear(x, or_equal):
+        gaps = x.nan_to_num(-9.0).sort().values.diff()
+        return ((gaps > 1e-5) | ((gaps == 0) & or_equal)).all(-1)
 
-    apart = gaps(values)
     best = values.unflatten(-1, (groups, -1)).sort(descending=True).values[..., :of_a_group]
-    sums = gaps(best.sum(-1))
-    equal = (sums == 0) & (best.shape[-1] == 1)
-    return ((apart == 0) | (apart > 1e-5)).all(-1) & (equal | (sums > 1e-5)).all(-1)
+    return clear(values, True) & clear(best.sum(-1), best.shape[-1] == 1)

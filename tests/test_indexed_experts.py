@@ -4,6 +4,7 @@ import torch
 from test_fused_moe import experts_case
 
 from tileops import targets
+from tileops.kernels.cuda.sm90.fused_experts import too_few_routes
 from tileops.moe import FusedMoEExpertsFwdOp, IndexedExpertMLPFwdOp
 from tileops.workloads.layer import eager_experts
 
@@ -154,8 +155,6 @@ def test_the_experts_op_picks_it_for_few_routes(monkeypatch, change, indexed):
     ],
 )
 def test_the_grouped_form_takes_routes_that_fill_the_gpu(routes, hidden, ffn, too_few):
-    from tileops.kernels.cuda.sm90.fused_experts import too_few_routes
-
     assert too_few_routes(routes, hidden, ffn) == too_few
 
 

@@ -47,13 +47,16 @@ def results(activation: str, has_bias: bool, out_dtype: str, own: int, apart: in
     vectors = own // VECTOR
     lines = WARPGROUP // vectors
 
+    def first_of_half():
+        """Of the rows of weights of a half, a thread has this and the 8th after it."""
+        thread = T.get_thread_binding()
+        return thread % WARPGROUP // WARP * 16 + thread % WARP // 4
+
     # Parts of `place` are used where they stand: names for them would be copies in registers.
 
     @T.macro
     def load_bias(bias, place, biases):
-        member = T.get_thread_binding() % WARPGROUP
-        # of the rows of weights of a half, those of a thread are this and the 8th after it
-        tall = member // WARP * 16 + member % WARP // 4
+        tall = first_of_half()
         for i in T.unroll(4):
             at = place[1] + tall + i % 2 * 8
             bias[i] = 0
@@ -90,7 +93,7 @@ def results(activation: str, has_bias: bool, out_dtype: str, own: int, apart: in
         group = T.get_thread_binding() // WARPGROUP
         member = T.get_thread_binding() % WARPGROUP
         lane = T.get_thread_binding() % WARP
-        tall = member // WARP * 16 + lane // 4
+        tall = first_of_half()
         # where a warp's four blocks of 8 by 8 results go, turned: each thread gives one row
         turned_row = lane // 16 * 8 + lane % 8
         turned_col = member // WARP * 16 + lane // 8 % 2 * 8
