@@ -243,6 +243,13 @@ def test_few_routes(target, device, T, K, H, F, dtype, poison):
     assert torch.equal(run_experts(target, x, w, weights, ids, factor=2.5), got)
 
 
+def test_few_routes_with_work_for_the_whole_gpu(target, device, poison):
+    """The form of many routes takes them on ``cuda``."""
+    x, w, weights, ids = few_routes(device, T=12, K=8, E=128, H=512, F=256)
+    poison(96 * 256, 96 * 512 * 2)
+    check(run_experts(target, x, w, weights, ids), x, w, weights, ids, "silu_and_mul")
+
+
 def test_few_routes_with_ids_outside_the_experts(target, device):
     x, w, weights, ids = few_routes(device)
     ids[0], ids[1, 1], ids[2, 2], ids[3, 0] = -1, 16, 2**31 - 1, -(2**31)
@@ -286,12 +293,13 @@ def test_few_routes_with_activations_past_float32(kernels, device):
     [
         ({}, "indexed_experts_fp8"),
         ({"T": 6}, "sm90.multiply_tiles_fp8"),  # as many routes as experts or more
+        ({"E": 200, "T": 40}, "sm90.multiply_tiles_fp8"),  # jobs for most multiprocessors
         ({"activation": "gelu_and_mul"}, "sm90.multiply_tiles_fp8"),
         ({"biases": True}, "sm90.multiply_tiles_fp8"),
     ],
 )
 def test_the_cuda_kernel_follows_the_number_of_routes(change, kernel):
-    x, w, weights, ids = few_routes("cpu", T=change.get("T", 5))
+    x, w, weights, ids = few_routes("cpu", T=change.get("T", 5), E=change.get("E", 16))
     if "biases" in change:
         w["b_gate_up"], w["b_down"] = (
             torch.zeros(16, 2 * F).bfloat16(),

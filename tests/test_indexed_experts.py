@@ -4,7 +4,6 @@ import torch
 from test_fused_moe import experts_case
 
 from tileops import targets
-from tileops.kernels.cuda.sm90.fused_experts import too_few_routes
 from tileops.moe import FusedMoEExpertsFwdOp, IndexedExpertMLPFwdOp
 from tileops.workloads.layer import eager_experts
 
@@ -70,7 +69,7 @@ def test_the_experts_op_with_few_routes(
 def test_the_experts_op_with_few_routes_of_many_experts(
     target, device, dtype, assert_accurate, poison
 ):
-    """Fewer routes than experts, and yet enough for the grouped form of ``cuda``."""
+    """As many routes as the indexed form takes."""
     x, wg, wd, weights, ids, bg, bd = experts_case(device, dtype, 32, 264, 8, 256, 128, True)
     output = torch.full_like(x, float("nan"))
     poison(256 * 128 * 4, 256 * 256 * 4)
@@ -118,7 +117,8 @@ def test_no_route_to_any_expert(target, device):
         ({"H": 72, "F": 40}, True),
         ({"biases": True}, True),
         ({"activation": "swigluoai"}, True),
-        ({"T": 2}, False),  # as many routes as experts
+        ({"T": 4}, True),  # two routes an expert
+        ({"T": 5}, False),
         ({"T": 86, "E": 400, "H": 8, "F": 8}, False),  # 258 routes
     ],
 )
@@ -137,25 +137,6 @@ def test_the_experts_op_picks_it_for_few_routes(monkeypatch, change, indexed):
     op = FusedMoEExpertsFwdOp(activation=activation, target="reference")
     op(torch.empty_like(x), x, wg, wd, weights, ids, bg, bd)
     assert ("indexed_expert_mlp_fwd" in ran) == indexed
-
-
-@pytest.mark.parametrize(
-    ("routes", "hidden", "ffn", "too_few"),
-    [
-        (32, 2048, 768, True),
-        (64, 2048, 768, False),
-        (16, 4096, 1536, True),
-        (32, 4096, 1536, False),
-        (8, 5120, 1536, True),
-        (16, 5120, 1536, False),
-        (8, 7168, 2048, False),
-        (4, 4096, 14336, True),  # too few blocks, though of much work each
-        (1, 8, 8, True),
-        (256, 256, 128, False),
-    ],
-)
-def test_the_grouped_form_takes_routes_that_fill_the_gpu(routes, hidden, ffn, too_few):
-    assert too_few_routes(routes, hidden, ffn) == too_few
 
 
 def test_output_must_not_overlap(target, device):

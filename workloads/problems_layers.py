@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tileops import moe
+from tileops.moe.experts import FEW_ROUTES_PER_EXPERT
 from tileops.moe.op import Op
 from tileops.workloads.accuracy import computing_in
 from tileops.workloads.draw import Draw, Outputs
@@ -16,8 +17,6 @@ from tileops.workloads.layer import eager_experts
 from tileops.workloads.problem import Problem, size_of
 from tileops.workloads.quantized_layer import BITS, COLUMNS, MATRICES, Dequantized
 
-INDEXED_ROUTES_PER_EXPERT = 2
-"""Up to so many ``indexed_expert_mlp_fwd`` is run: the fused op leaves it at 1 at the latest."""
 MAX_EXPERTS_HALF = 64
 """Logits of even spacing stay distinct in bfloat16 up to so many experts."""
 
@@ -76,7 +75,7 @@ def _fused_experts(draw: Draw) -> Iterator[Problem]:
 
 def _indexed(draw: Draw) -> Iterator[Problem]:
     layer = draw.layer
-    few = draw.num_tokens * layer.top_k <= INDEXED_ROUTES_PER_EXPERT * layer.local_experts
+    few = draw.num_tokens * layer.top_k <= FEW_ROUTES_PER_EXPERT * layer.local_experts
     if few and layer.activation == "silu_and_mul" and not layer.expert_bias:
         cls, inputs = moe.IndexedExpertMLPFwdOp, _given_routes(draw)
         yield _experts(draw, "indexed_expert_mlp_fwd", cls, {}, inputs, biases=False)

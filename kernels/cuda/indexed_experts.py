@@ -22,6 +22,7 @@ from tileops.kernels.cuda.device import (
     unfit,
     wrong_device,
 )
+from tileops.kernels.cuda.lines import LINES, copy_of_line
 from tileops.kernels.cuda.post_permute import moe_post_permute_fwd
 from tileops.kernels.cuda.route_groups import (
     EXPERT,
@@ -74,11 +75,10 @@ def load_weights(ring, slot, first: bool, gate, up, expert, low, column):
         at = column + s * STEP
         for h in (0, 1):
             row = low if first else low + 8 * h
-            T.ptx_cp_async(
+            copy_of_line(
                 T.access_ptr(ring[slot, s, h, thread, 0], "w", VECTOR),
-                T.access_ptr((gate, up)[h if first else 0][expert, row, at], "r", VECTOR),
-                VECTOR,
-                predicate=T.And(row < gate.shape[1], at < gate.shape[2]),
+                (gate, up)[h if first else 0][expert, row, at],
+                T.And(row < gate.shape[1], at < gate.shape[2]),
             )
 
 
@@ -180,7 +180,7 @@ def build(dtype: str, activation: str, has_bias: bool):
         beta: T.float32,
         limit: T.float32,
     ):
-        with T.Kernel(blocks, threads=THREADS) as block:
+        with T.Kernel(blocks, threads=THREADS, prelude=LINES) as block:
             T.annotate_min_blocks_per_sm(RESIDENT)
             ring = T.alloc_shared((RING, STEPS, 2, THREADS, VECTOR), dtype)
             partial = T.alloc_shared((2, WARPS, 4, WARP), T.float32)

@@ -15,12 +15,11 @@ import torch
 from tileops.kernels.cuda.activations import sigmoid
 from tileops.kernels.cuda.device import current, dtype_name, jit, sm_count, unfit, wrong_device
 from tileops.kernels.cuda.indexed_experts import CONFIG, MAX_WIDTH
+from tileops.kernels.cuda.lines import LINES, read_of_line
 from tileops.kernels.cuda.post_permute import moe_post_permute_fwd
 from tileops.kernels.cuda.quantize_fp8 import CUDA, quantize_fp8_rowwise_fwd
 from tileops.kernels.cuda.route_groups import ROUTES, WARP, WARPS
 
-MAX_ROUTES = 8192
-"""Routes beyond which looking through all of them in every block costs more than grouping them."""
 BLOCK = 128
 """Columns, and rows of weights, that share a scale."""
 BLOCK_BITS = BLOCK.bit_length() - 1
@@ -90,8 +89,8 @@ def load_weights(held, held_scale, weights, scales, expert, low, high, column, d
         for s in T.unroll(STEPS):
             at = column + b * BLOCK + s * STEP
             inside = at < depth
-            held[b, s, 0, 0:WORDS] = T.ldg128(weights[expert, low, at], pred=inside)
-            held[b, s, 1, 0:WORDS] = T.ldg128(weights[expert, high, at], pred=inside)
+            read_of_line(held[b, s, 0, 0], weights[expert, low, at], inside)
+            read_of_line(held[b, s, 1, 0], weights[expert, high, at], inside)
         at = T.min(column + b * BLOCK, depth - 1) >> BLOCK_BITS
         held_scale[b, 0] = scales[expert, low >> BLOCK_BITS, at]
         if held_scale.shape[1] == 2:
@@ -169,7 +168,7 @@ def build(out_dtype: str, gated: bool):
         blocks: T.int32,
         split_bits: T.int32,
     ):
-        with T.Kernel(blocks, threads=WARPS * WARP, prelude=CUDA) as block:
+        with T.Kernel(blocks, threads=WARPS * WARP, prelude=CUDA + LINES) as block:
             T.annotate_min_blocks_per_sm(3 if gated else 2)
             thread = T.get_thread_binding()
             lane = thread % WARP
@@ -319,6 +318,11 @@ def _grid(num_routes: int, width: int, depth: int, gated: bool, sms: int) -> tup
     return width // (rows >> bits) * num_routes, bits
 
 
+def enough_routes(routes: int, hidden: int, ffn: int) -> bool:
+    """Say whether `sm90.fused_experts_fp8` is faster: with jobs for most multiprocessors."""
+    return routes * min(2 * ffn, hidden) >= 256 * 80
+
+
 def refuse(
     hidden_states,
     w_gate_up,
@@ -342,11 +346,8 @@ def refuse(
         return f"takes bfloat16 and float16 tokens, got {hidden_states.dtype}"
     num_experts, hidden, ffn = w_down.shape
     num_routes = topk_ids.numel()
-    if num_routes >= num_experts or num_routes > MAX_ROUTES:
-        return (
-            f"takes fewer routes than experts and at most {MAX_ROUTES}, "
-            f"got {num_routes} routes of {num_experts} experts"
-        )
+    if num_routes >= num_experts or enough_routes(num_routes, hidden, ffn):
+        return f"leaves {num_routes} routes of {num_experts} experts to the form of more"
     if activation != "silu_and_mul":
         return f"takes the activation silu_and_mul, got {activation}"
     if b_gate_up is not None or b_down is not None:

@@ -14,6 +14,8 @@ from tileops.overlap import refuse_overlap
 
 FEW_ROUTES = 256
 """Most routes of the indexed form."""
+FEW_ROUTES_PER_EXPERT = 2
+"""Up to so many, the weights take the time, which the indexed form reads faster."""
 
 torch.library.define(
     "tileops::fused_moe_experts_fwd_out",
@@ -77,11 +79,8 @@ def run_staged(
 
 
 def few_routes(w_down, ids) -> bool:
-    """Say whether a staged call gets the indexed form: fewer routes than experts, and not too many.
-
-    A kernel of the whole op may serve such a call instead, where that takes less time.
-    """
-    return ids.numel() < w_down.shape[0] and ids.numel() <= FEW_ROUTES
+    """Say whether a call gets the indexed form: at most two routes an expert, and not too many."""
+    return ids.numel() <= min(FEW_ROUTES_PER_EXPERT * w_down.shape[0], FEW_ROUTES)
 
 
 def _staged(hidden_states, w_gate_up, w_down, weights, ids, *args, target, out):

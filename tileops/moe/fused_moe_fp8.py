@@ -70,7 +70,7 @@ class FusedMoEFP8FwdOp(RoutedLayer):
     [MoEGroupedGemmFP8FwdOp][tileops.moe.MoEGroupedGemmFP8FwdOp] does; bias and activation are
     applied to the float32 product, whose result is quantised row-wise in turn and multiplied by the
     down weights. A route's down row is rounded once to the tokens' dtype; the sum over the routes
-    is float32 in their order, rounded once. With fewer routes than experts `cuda` adds up the
+    is float32 in their order, rounded once. With few routes `cuda` may add up the
     128-wide blocks of a product in parts, in an order that is fixed for a shape.
 
     The weights of DeepSeek-V3's checkpoints go in as they are, `weight_scale_inv` as the scale. H

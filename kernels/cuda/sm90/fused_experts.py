@@ -24,17 +24,6 @@ from tileops.moe.grouped_gemm import ACTIVATIONS, gate_and_up
 LAYOUT = ContiguousLayoutSpec.tight_physical_psum()
 
 
-def too_few_routes(routes: int, hidden: int, ffn: int) -> bool:
-    """Say whether fewer routes than experts are better left to the form of few routes.
-
-    Measured on an H200: this one reads weights 5 % faster, but takes some microseconds more before
-    and after, and needs work for all multiprocessors, in blocks of 256 rows of weights.
-    """
-    blocks = routes * min(2 * ffn, hidden) // 256
-    enough = blocks >= 256 or blocks >= 128 and routes * hidden * ffn >= 110_000_000
-    return not enough
-
-
 def refuse(
     hidden_states,
     w_gate_up,
@@ -57,7 +46,7 @@ def refuse(
     num_experts, hidden, ffn = w_down.shape
     if hidden % 8 or ffn % 8 or not (hidden and ffn and num_experts):
         return f"takes H and F that are multiples of 8 (16 bytes) above 0, got {hidden} and {ffn}"
-    if few_routes(w_down, topk_ids) and too_few_routes(topk_ids.numel(), hidden, ffn):
+    if few_routes(w_down, topk_ids):
         return (
             f"leaves {topk_ids.numel()} routes of {num_experts} experts to indexed_expert_mlp_fwd"
         )
