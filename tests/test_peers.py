@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tileops.moe import FusedMoEExpertsFwdOp, MoEGroupedGemmFP8FwdOp
+from tileops.workloads import peers
 from tileops.workloads.layer import Layer
-from tileops.workloads.peers import PeerError, measure, start, tileops_0_1
+from tileops.workloads.peers import PeerError, tileops_0_1
 from tileops.workloads.problems import PROBLEMS, Draw
 from tileops.workloads.problems_fp8 import PROBLEMS_FP8
 
@@ -318,7 +319,7 @@ def test_tileops_0_1_has_the_fp8_gemm_on_slabs_only(tmp_path):
     for problem in found:
         if not problem.part.endswith("masked"):
             with pytest.raises(PeerError, match="has no such op"):
-                measure(f"tileops-0.1={tmp_path}", [problem], lambda outputs: None, None)
+                peers.prepare(f"tileops-0.1={tmp_path}", [problem], lambda outputs: None, None)
 
 
 def test_tileops_0_1_gets_no_buffer():
@@ -349,9 +350,10 @@ def test_tileops_0_1_in_a_process_of_its_own(tmp_path, early):
     peer, seen = f"tileops-0.1={tmp_path}", []
     draw = Draw(Layer("small", 8, 2, 128, 128), 32, torch.bfloat16, torch.device("cuda"))
     if early:
-        start([peer])
+        peers.start([peer])
     with torch.inference_mode():
         (problem,) = PROBLEMS["fused_topk_fwd"](draw)
-        spent, _ = measure(peer, [problem], seen.append, None)
+        timed = peers.prepare(peer, [problem], seen.append, None)
         assert torch.equal(seen[0][1], problem.exact()[1])
+        spent, _ = timed()
     assert spent > 0

@@ -1,10 +1,12 @@
 """Manifests, verification, benchmark and plots."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import sys
+import types
 
 import pytest
 import torch
@@ -456,12 +458,14 @@ def test_a_wrong_peer_is_not_timed(monkeypatch):
     from tileops.workloads.peers import torch_peer
 
     step = verify.steps([manifest.Case(name="small", source="x", layer=layer)], [4], ["zipf"])[0]
-    weights = Weights(layer, torch.bfloat16, CPU)
-    args = step, "fused_moe_fwd", "cpu", ["torch"], None, torch.bfloat16, weights
+    args = step, "fused_moe_fwd", "cpu", ["torch"], None, torch.bfloat16
     monkeypatch.setattr(
         torch_peer, "prepare", lambda problem: lambda: ((1.1 * problem.exact()[0]).bfloat16(),)
     )
-    ours, peer = bench._op_rows(*args)
+    ready, rows = bench._unit(*args)
+    assert ready is None
+    assert rows is not None
+    ours, peer = rows
     assert ours.skipped is None
     assert peer.skipped.startswith("wrong: relative error")
     assert math.isnan(peer.microseconds)
@@ -477,27 +481,35 @@ def test_a_wrong_result_of_ours_is_not_timed(monkeypatch):
         return (rows + 1 if self.target == "cpu" else rows), ends, inverse
 
     monkeypatch.setattr(MoEPrePermuteFwdOp, "forward", broken)
-    weights = Weights(layer, torch.bfloat16, CPU)
-    args = step, "moe_pre_permute_fwd", "cpu", [], None, torch.bfloat16, weights
-    (row,) = bench._op_rows(*args)
-    assert row.skipped.startswith("wrong")
+    args = step, "moe_pre_permute_fwd", "cpu", [], None, torch.bfloat16
+    _, rows = bench._unit(*args)
+    assert rows is not None
+    (row,) = rows
+    assert str(row.skipped).startswith("wrong")
     assert row.failed
 
 
 def test_a_step_that_dies_costs_only_itself(monkeypatch):
+    monkeypatch.setitem(bench.AT_ONCE, "cpu", 3)
+    monkeypatch.setattr(bench, "_rates", known_rates)
     layer = Layer("small", **SMALL)
     case = manifest.Case(name="small", source="x", layer=layer)
     steps = verify.steps([case], [2, 3, 4], ["zipf"], ["fused_topk_fwd"])
-    # the second asks for a routing that nothing draws; the third ends its process
+    # the second asks for an op that nothing has; the third ends its process
     steps[1] = dataclasses.replace(steps[1], ops=("no_such_op",))
     steps.insert(2, Dying(case, 9, "zipf", ("fused_topk_fwd",)))
-    rows = [row for _, found in bench.bench(steps, "cpu") for row in found]
+    rows = list(bench.bench(steps, "cpu"))[-1][0].rows
     assert [(row.tokens, row.failed) for row in rows] == [
         (2, False),
         (3, True),
         (9, True),
         (4, False),
     ]
+    assert "its process was ended" in str(rows[2].skipped)
+
+
+def known_rates(target, dtype):
+    yield report.Rates(1e12, 1e11), target, verify.bytes_there(CPU)
 
 
 class Dying(verify.Step):
@@ -505,6 +517,61 @@ class Dying(verify.Step):
 
     def __reduce__(self):
         return os._exit, (1,)
+
+
+def test_a_unit_is_timed_alone(monkeypatch, tmp_path):
+    """Of two batches, the units of the first prepare, then are timed in turn, then the second."""
+    monkeypatch.setitem(bench.AT_ONCE, "cpu", 2)
+    monkeypatch.setattr(bench, "_rates", known_rates)
+    monkeypatch.setenv("UNITS_LOG", str(tmp_path / "log"))
+    case = manifest.Case(name="small", source="x", layer=Layer("small", **SMALL))
+    ops = "fused_topk_fwd", "moe_pre_permute_fwd"
+    steps = [Logged(case, 2, "zipf", ops[:1]), Logged(case, 3, "zipf", ops)]
+    reports, found = zip(*bench.bench(steps, "cpu"), strict=True)
+    assert sorted(map(len, found)) == [0, 1, 2]
+    assert [row.op for row in reports[-1].rows] == [*ops[:1], *ops]
+    assert all(row.skipped is None for row in reports[-1].rows)
+    whats, units = zip(*map(str.split, (tmp_path / "log").read_text().splitlines()), strict=True)
+    begin = 0
+    for size in (2, 1):
+        turns = begin + 2 * size
+        assert sorted(whats[begin:turns]) == ["prepared"] * size + ["preparing"] * size
+        timed = turns + 2 * size
+        assert whats[turns:timed] == ("timing", "timed") * size
+        assert units[turns:timed:2] == units[turns + 1 : timed : 2]
+        assert set(units[turns:timed]) == set(units[begin:turns])
+        begin = timed
+    assert whats[begin:] == ()
+
+
+class Logged(verify.Step):
+    """A step whose process writes down when it prepares and when it times."""
+
+    def __reduce__(self):
+        return logged, (self.case, self.tokens, self.routing, self.ops)
+
+
+def logged(*args):
+    def note(what):
+        with open(os.environ["UNITS_LOG"], "a") as log:
+            log.write(f"{what} {os.getpid()}\n")
+
+    def noting(function, before=None, after=None):
+        def call(*args):
+            if before:
+                note(before)
+            found = function(*args)
+            if after:
+                note(after)
+            return found
+
+        return call
+
+    comparison = bench.comparison
+    bench.too_large = noting(bench.too_large, before="preparing")
+    bench.comparison = lambda problem: noting(comparison(problem), after="prepared")
+    timing.microseconds = noting(timing.microseconds, "timing", "timed")
+    return verify.Step(*args)
 
 
 def test_the_peer_torch_agrees_with_the_reference():
@@ -540,3 +607,46 @@ def test_time_of_a_call_on_a_cpu(monkeypatch):
     spent, how = timing.microseconds([lambda: time.sleep(0.002)] * 2, CPU)
     assert 2000 <= spent < 20_000
     assert how == "cpu"
+
+
+def test_only_the_default_times_both_ways(monkeypatch):
+    timed = []
+
+    def event_time(calls):
+        timed.append([call() for call in calls])
+        return 10.0
+
+    replayed = types.SimpleNamespace(replay=lambda: "replay")
+    monkeypatch.setattr(timing, "_event_time", event_time)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: replayed)
+    monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
+    calls = [lambda: "a", lambda: "b"]
+    for graph, expected, ways in (
+        (True, (5.0, "graph"), [["replay"]]),
+        (False, (10.0, "eager"), [["a", "b"]]),
+        (None, (5.0, "graph"), [["a", "b"], ["replay"]]),
+    ):
+        assert timing.microseconds(calls, torch.device("cuda"), graph) == expected
+        assert timed == ways
+        timed.clear()
+
+
+def test_units_are_packed_into_batches_with_room_for_them():
+    assert bench._batches([1, 5, 3, 2, 0], 6, 3) == [[1, 0, 4], [2, 3]]
+    assert bench._batches([1, 1, 1], 6, 1) == [[0], [1], [2]]
+    assert bench._batches([], 6, 2) == []
+
+
+@pytest.mark.parametrize(("rate", "size"), [(1e9, 256), (1e11, 1024), (1e13, 2048)])
+def test_the_rate_of_a_cpu_is_that_of_a_product_that_takes_a_while(monkeypatch, rate, size):
+    sizes = []
+
+    def product_rate(size, device, dtype):
+        sizes.append(size)
+        return rate * (2 if dtype == torch.float32 else 1)
+
+    monkeypatch.setattr(timing, "_product_rate", product_rate)
+    assert timing._cpu_rate(torch.bfloat16) == rate
+    assert sizes[-1] == size
+    assert timing.dense_rate(CPU, torch.bfloat16) == 2 * rate

@@ -1,32 +1,47 @@
 """Benchmark: the time of every case of a manifest, beside its floor and beside peers.
 
 The floor of a call is the larger of its operations over the rate of a dense matrix product and its
-bytes over the rate of a copy, both measured in the same run. Each step runs in a fresh process.
+bytes over the rate of a copy, both measured in the same run. A unit, one op of a step, has a fresh
+process. The units of a batch prepare at the same time; when all are ready they are timed one after
+the other, alone on the device.
 """
 
 from __future__ import annotations
 
 import math
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 
 from tileops.targets import NoKernelError
 from tileops.workloads import timing
 from tileops.workloads.draw import Draw, Outputs, Weights
-from tileops.workloads.peers import PeerError, measure, start
+from tileops.workloads.peers import PeerError, prepare, start
 from tileops.workloads.problems import PROBLEMS, Problem
 from tileops.workloads.report import OURS, Rates, Report, Row, machine, today, versions
-from tileops.workloads.verify import NO_SUCH_OP, Step, comparison, device_of, poisoned, too_large
+from tileops.workloads.verify import (
+    FILLED,
+    NO_SUCH_OP,
+    Step,
+    bytes_needed,
+    bytes_there,
+    comparison,
+    device_of,
+    poisoned,
+    too_large,
+)
+from tileops.workloads.workers import Worker, Workers, in_words
 
 CACHES = 3
 """The inputs that are taken in turn are together so many times the size of the cache."""
 MAX_SETS = 32
+AT_ONCE = {"cuda": 12, "cpu": 1}
+"""Units in a batch at most. Where it is 1, no process starts while another one runs."""
+UNIT_BYTES = 3e9
+"""What a unit's processes take beside the tensors of a call: contexts, further sets of inputs."""
 
 
 def bench(
@@ -37,90 +52,103 @@ def bench(
     dtype: torch.dtype = torch.bfloat16,
     command: str = "",
 ) -> Iterator[tuple[Report, list[Row]]]:
-    """Yield the report and the newest rows: once with none, then after each step.
+    """Yield the report and the newest rows: once with none, then after each step, large ones first.
 
     Args:
         todo: What to run.
         target: The target to time.
-        peers: As ``peers.measure`` takes them.
+        peers: As ``peers.prepare`` takes them.
         graph: Replay CUDA graphs: always, never, or None for calls too short to time otherwise.
         dtype: Of tokens and weights.
         command: What to call the run in its report.
     """
-    # the next process starts up while one measures, so that a step costs little more than itself
-    args = target, tuple(peers), graph, dtype
-    pool = _pool(target)
-    try:
-        rates, name = pool.submit(_rates, target, dtype).result()
+    device = device_of(target)
+    units = [(step, op) for step in todo for op in step.ops]
+    with closing(Workers(peers, AT_ONCE[device.type])) as workers:
+        workers.start_ahead(len(units))
+        with closing(Worker(())) as worker:
+            worker.send((_rates, target, dtype))
+            measured = worker.result()
+        if isinstance(measured, str):
+            raise RuntimeError(measured)
+        rates, name, memory = measured
         report = Report(command, name, versions(), today(), target, rates)
         yield report, []
-        running = [pool.submit(_step, step, *args) for step in todo]
-        for index, step in enumerate(todo):
-            try:
-                rows = running[index].result()
-            except Exception as error:
-                row = Row(**step.call(dtype), by=OURS, failed=True)
-                rows = [replace(row, skipped=_in_words(error))]
-            if isinstance(running[index].exception(), BrokenProcessPool):
-                # a process died with the turn in its hands: the rest needs others
-                pool.shutdown(wait=False, cancel_futures=True)
-                pool = _pool(target)
-                rest = [pool.submit(_step, later, *args) for later in todo[index + 1 :]]
-                running[index + 1 :] = rest
-            report.rows += rows
-            yield report, rows
-    finally:
-        pool.shutdown(cancel_futures=True)
+        works = [(_unit, *unit, target, tuple(peers), graph, dtype) for unit in units]
+        sizes = [_size(*unit, peers, dtype, device, FILLED * memory) for unit in units]
+        batches = _batches(sizes, FILLED * memory, AT_ONCE[device.type])
+        step_of = [number for number, step in enumerate(todo) for _ in step.ops]
+        results: dict[int, list[Row] | str] = {}
+        found: dict[int, list[Row]] = {}
+        for unit, result in workers.run(works, batches):
+            number, results[unit] = step_of[unit], result
+            own = [i for i, step in enumerate(step_of) if step == number]
+            if all(i in results for i in own):
+                found[number] = _rows(todo[number], [results[i] for i in own], dtype)
+                report.rows = [row for i in sorted(found) for row in found[i]]
+                yield report, found[number]
 
 
-def _pool(target: str) -> ProcessPoolExecutor:
-    context = multiprocessing.get_context("spawn")
-    workers = 3 if device_of(target).type == "cuda" else 1
-    turn = context.Lock()
-    return ProcessPoolExecutor(
-        workers, context, initializer=_begin, initargs=(turn,), max_tasks_per_child=1
-    )
+def _rows(step: Step, results: Sequence[list[Row] | str], dtype: torch.dtype) -> list[Row]:
+    """Return the rows of a step, from the rows of its ops or from why they failed."""
+    rows: list[Row] = []
+    for op, found in zip(step.ops, results, strict=True):
+        if isinstance(found, str):
+            found = [Row(**step.call(dtype, op), by=OURS, skipped=found, failed=True)]
+        rows += found
+    return rows or [Row(**step.call(dtype), by=OURS, skipped=NO_SUCH_OP)]
 
 
-def _in_words(error: Exception) -> str:
-    if isinstance(error, BrokenProcessPool):
-        return "its process was ended, for want of memory perhaps: try fewer tokens"
-    return f"{type(error).__name__}: {error}"[:300]
+def _size(
+    step: Step,
+    op: str,
+    peers: Sequence[str],
+    dtype: torch.dtype,
+    device: torch.device,
+    room: float,
+) -> float:
+    """Return the bytes of a unit: one that has no room at all is skipped, and takes none."""
+    need = bytes_needed(step, (op,), dtype, device)
+    # a peer in the same process may have weights in an order of its own
+    copies = 1 + sum("=" not in peer for peer in peers)
+    return copies * need + UNIT_BYTES if need < room else 0
 
 
-_turn: Any = None
+def _batches(sizes: Sequence[float], room: float, most: int) -> list[list[int]]:
+    """Pack numbers of units into batches, the largest first, each where there is room first."""
+    batches: list[list[int]] = []
+    left: list[float] = []
+    for unit in sorted(range(len(sizes)), key=lambda unit: -sizes[unit]):
+        for number, batch in enumerate(batches):
+            if len(batch) < most and sizes[unit] <= left[number]:
+                batch.append(unit)
+                left[number] -= sizes[unit]
+                break
+        else:
+            batches.append([unit])
+            left.append(room - sizes[unit])
+    return batches
 
 
-def _begin(turn: Any) -> None:
-    global _turn
-    _turn = turn
-    import tilelang
-
-    tilelang.set_log_level("WARNING")
-
-
-def _rates(target: str, dtype: torch.dtype) -> tuple[Rates, str]:
+def _rates(target: str, dtype: torch.dtype) -> Iterator[tuple[Rates, str, int]]:
     device = device_of(target)
-    with _turn:
-        rates = Rates(
-            timing.dense_rate(device, dtype), timing.copy_rate(device), timing.fp8_rate(device)
-        )
-        return rates, machine(device)
+    rates = Rates(
+        timing.dense_rate(device, dtype), timing.copy_rate(device), timing.fp8_rate(device)
+    )
+    yield rates, machine(device), bytes_there(device)
 
 
-def _step(
-    step: Step, target: str, peers: Sequence[str], graph: bool | None, dtype: torch.dtype
-) -> list[Row]:
-    start(peers)  # before its turn comes, as this process did
-    with _turn:
-        weights = Weights(step.case.layer, dtype, device_of(target))
-        args = target, peers, graph, dtype, weights
-        rows = [row for op in step.ops for row in _op_rows(step, op, *args)]
-        return rows or [Row(**step.call(dtype), by=OURS, skipped=NO_SUCH_OP)]
-
-
-def _op_rows(step, op, target, peers, graph, dtype, weights) -> Iterator[Row]:
+def _unit(
+    step: Step,
+    op: str,
+    target: str,
+    peers: Sequence[str],
+    graph: bool | None,
+    dtype: torch.dtype,
+) -> Iterator[list[Row] | None]:
+    """Yield None when all that is to be timed has run and is right, then the rows."""
     device, layer = device_of(target), step.case.layer
+    weights = Weights(layer, dtype, device)
     base = Row(**step.call(dtype, op), by=OURS)
 
     def problems(seed: int) -> list[Problem]:
@@ -128,17 +156,25 @@ def _op_rows(step, op, target, peers, graph, dtype, weights) -> Iterator[Row]:
         return list(PROBLEMS[op](draw))
 
     if (reason := too_large(step, (op,), dtype, device, weights)) is not None:
-        yield replace(base, skipped=reason)
+        yield [replace(base, skipped=reason)]
         return
     with torch.inference_mode():
         first = problems(1)
-        others = [problems(seed) for seed in range(2, 1 + _sets(first, device))]
-        for sets in zip(first, *others, strict=True):
+        for _ in first[1:]:
+            start(peers)
+        further = [problems(seed) for seed in range(2, 1 + _sets(first, device))]
+        rows: list[tuple[Row | None, Iterator[Row | None]]] = []
+        for sets in zip(first, *further, strict=True):
             one, compare = sets[0], comparison(sets[0])
             row = replace(base, op=one.name, flops=one.flops, num_bytes=one.num_bytes, fp8=one.fp8)
             for by in (OURS, *peers):
                 here = replace(row, by=by.partition("=")[0])
-                yield _time(sets, by, target, device, graph, here, compare)
+                row_of = _row(sets, by, target, device, graph, here, compare)
+                rows.append((next(row_of), row_of))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        yield None
+        yield [row for skipped, rest in rows if (row := skipped or next(rest)) is not None]
 
 
 def _sets(found: list[Problem], device: torch.device) -> int:
@@ -148,7 +184,7 @@ def _sets(found: list[Problem], device: torch.device) -> int:
     return max(1, min(count, MAX_SETS))
 
 
-def _time(
+def _row(
     sets: Sequence[Problem],
     by: str,
     target: str,
@@ -156,7 +192,11 @@ def _time(
     graph: bool | None,
     row: Row,
     compare: Callable[[Outputs], tuple[float, float]],
-) -> Row:
+) -> Iterator[Row | None]:
+    """Yield None when the call has run and is right, then the row with its time.
+
+    A call that cannot be timed yields the row that says why, in either place.
+    """
     errors: list[float] = []
 
     def check(outputs: Outputs) -> None:
@@ -171,13 +211,16 @@ def _time(
             with poisoned():
                 outputs = calls[0]()
             check(outputs)
-            spent, how = timing.microseconds(calls, device, graph)
+            timed = partial(timing.microseconds, calls, device, graph)
         else:
-            spent, how = measure(by, sets, check, graph)
+            timed = prepare(by, sets, check, graph)
+        yield None
+        spent, how = timed()
     except NoKernelError as error:
-        return replace(row, skipped=str(error))
+        yield replace(row, skipped=str(error))
     except PeerError as error:
-        return replace(row, skipped=str(error), failed=by == OURS)
+        yield replace(row, skipped=str(error), failed=by == OURS)
     except Exception as error:
-        return replace(row, skipped=_in_words(error), failed=by == OURS)
-    return replace(row, microseconds=spent, how=how, error=errors[0])
+        yield replace(row, skipped=in_words(error), failed=by == OURS)
+    else:
+        yield replace(row, microseconds=spent, how=how, error=errors[0])

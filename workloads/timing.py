@@ -12,6 +12,8 @@ import torch
 WARM_UP_SECONDS = 0.1
 SECONDS = 0.3
 MIN_REPEATS, MAX_REPEATS = 5, 200
+LONG_SECONDS = 0.01
+"""A product on a CPU that takes longer is large enough to tell its rate."""
 SHORT_MICROSECONDS = 1000
 """Calls shorter than this are replayed from a CUDA graph unless asked otherwise."""
 
@@ -27,16 +29,18 @@ def microseconds(
         calls: The same call on several sets of inputs, which are taken in turn so that none finds
             its inputs in a cache.
         device: Where they run.
-        graph: Whether GPU calls are replayed from a CUDA graph of one turn; None: the short ones.
+        graph: Whether GPU calls are replayed from a CUDA graph of one turn; None: the short ones,
+            which are timed both ways.
     """
     for call in calls:
         call()
     if device.type != "cuda":
         return _host_time(calls), "cpu"
     torch.cuda.synchronize()
-    eager = _event_time(calls)
-    if graph is False or (graph is None and eager > SHORT_MICROSECONDS):
-        return eager, "eager"
+    if not graph:
+        eager = _event_time(calls)
+        if graph is False or eager > SHORT_MICROSECONDS:
+            return eager, "eager"
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
         for call in calls:
@@ -85,8 +89,25 @@ def _host_time(calls: Sequence[Call]) -> float:
 
 
 def dense_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a large square matrix product through torch, on random data."""
-    size = 8192 if device.type == "cuda" else 2048
+    """Return the FLOP/s of a large square matrix product through torch, on random data.
+
+    On a CPU float32 counts if it is faster: many have no instructions for less.
+    """
+    if device.type == "cuda":
+        return _product_rate(8192, device, dtype)
+    return max(_cpu_rate(kind) for kind in {dtype, torch.float32})
+
+
+def _cpu_rate(dtype: torch.dtype) -> float:
+    """Return the rate at the first size of which a product takes a while."""
+    for size in (256, 512, 1024):
+        rate = _product_rate(size, torch.device("cpu"), dtype)
+        if 2 * size**3 / rate > LONG_SECONDS:
+            return rate
+    return _product_rate(2048, torch.device("cpu"), dtype)
+
+
+def _product_rate(size: int, device: torch.device, dtype: torch.dtype) -> float:
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in "ab")
     return 2e6 * size**3 / microseconds([lambda: a @ b], device, graph=False)[0]
 

@@ -21,6 +21,8 @@ from tileops.workloads.problems import INDEX_OPS, PROBLEMS
 from tileops.workloads.problems_fp8 import PROBLEMS_FP8
 
 NO_SUCH_OP = "the layer has no such op"
+FILLED = 0.85
+"""The part of the memory that may be filled."""
 
 
 @dataclass(frozen=True)
@@ -190,10 +192,10 @@ def _excess(pair: tuple[float, float]) -> float:
     return error / limit if limit else error
 
 
-def too_large(
-    step: Step, ops: Sequence[str], dtype: torch.dtype, device: torch.device, weights: Weights
-) -> str | None:
-    """Say why some ops at a step do not fit in memory, or return None.
+def bytes_needed(
+    step: Step, ops: Sequence[str], dtype: torch.dtype, device: torch.device, num_drawn: int = 0
+) -> int:
+    """Return about how much memory some ops at a step need.
 
     Counted are the experts that have weights or may be chosen (on a GPU all that are here), and a
     step's largest intermediate values, some of them in float64.
@@ -201,7 +203,7 @@ def too_large(
     layer, size = step.case.layer, dtype.itemsize
     need = step.tokens * (layer.num_experts * 40 + layer.top_k * 8)
     if any(op not in INDEX_OPS for op in ops):
-        chosen = step.tokens * layer.top_k + weights.num_drawn
+        chosen = step.tokens * layer.top_k + num_drawn
         experts = layer.local_experts
         experts = experts if device.type == "cuda" else min(experts, chosen)
         per_weight = size + any(op in PROBLEMS_FP8 for op in ops)
@@ -209,11 +211,22 @@ def too_large(
         need += 3 * layer.hidden_size * (layer.shared_size or 0) * (size + 8)
         wide = 2 * layer.ffn_size + 3 * layer.hidden_size
         need += step.tokens * layer.top_k * wide * (size + 8)
-    there = (
-        torch.cuda.get_device_properties(device).total_memory
-        if device.type == "cuda"
-        else psutil.virtual_memory().total
-    )
-    if need < 0.85 * there:
+    return need
+
+
+def bytes_there(device: torch.device) -> int:
+    """Return how much memory a device has."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return psutil.virtual_memory().total
+
+
+def too_large(
+    step: Step, ops: Sequence[str], dtype: torch.dtype, device: torch.device, weights: Weights
+) -> str | None:
+    """Say why some ops at a step do not fit in memory, or return None."""
+    need = bytes_needed(step, ops, dtype, device, weights.num_drawn)
+    there = bytes_there(device)
+    if need < FILLED * there:
         return None
     return f"needs about {need / 1e9:.0f} GB of memory, {device} has {there / 1e9:.0f} GB"

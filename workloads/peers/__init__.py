@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 
 from tileops.workloads.draw import Outputs
+from tileops.workloads.peers import tileops_0_1
 from tileops.workloads.problems import Problem
 from tileops.workloads.timing import microseconds
 
 PEERS = ("torch", "tileops-0.1", "vllm", "deep_gemm", "triton_kernels", "flashinfer", "sonicmoe")
 
 Check = Callable[[Outputs], None]
+Timed = Callable[[], tuple[float, str]]
 
 
 class PeerError(Exception):
@@ -26,19 +29,15 @@ class PeerError(Exception):
 
 
 def start(peers: Sequence[str]) -> None:
-    """Start what takes time to start, for the next call of ``measure``."""
+    """Start what takes time to start, for one more call of ``prepare``."""
     for peer in peers:
         name, _, folder = peer.partition("=")
         if name == "tileops-0.1":
-            from tileops.workloads.peers import tileops_0_1
-
             tileops_0_1.start(folder)
 
 
-def measure(
-    peer: str, problems: Sequence[Problem], check: Check, graph: bool | None
-) -> tuple[float, str]:
-    """Check a peer's result on the first problem, then time it on all of them.
+def prepare(peer: str, problems: Sequence[Problem], check: Check, graph: bool | None) -> Timed:
+    """Run a peer on the first problem and check the result; return what times it on all of them.
 
     Args:
         peer: One of `PEERS`, and for one that needs a folder `NAME=FOLDER`.
@@ -46,14 +45,16 @@ def measure(
         check: Raises PeerError if outputs are wrong.
         graph: As ``microseconds`` takes it.
 
+    Returns:
+        A function to be called once, which returns what ``microseconds`` returns. It too may raise
+        PeerError.
+
     Raises:
         PeerError: If the peer is absent, has no such op, fails or is wrong.
     """
     name, _, folder = peer.partition("=")
     if name == "tileops-0.1":
-        from tileops.workloads.peers import tileops_0_1
-
-        return tileops_0_1.measure(problems, check, graph, folder)
+        return tileops_0_1.prepare(problems, check, graph, folder)
     try:
         module = import_module(f"tileops.workloads.peers.{name}_peer")
         calls = [module.prepare(problem) for problem in problems]
@@ -63,7 +64,7 @@ def measure(
         raise PeerError("has no such op")
     check(calls[0]())
     device = next(x.device for x in problems[0].inputs.values() if x is not None)
-    return microseconds(calls, device, graph)
+    return partial(microseconds, calls, device, graph)
 
 
 def contiguous_experts(problem: Problem) -> bool:

@@ -8,13 +8,18 @@ that both run on the very same inputs. Run as a script, it answers on its standa
 from __future__ import annotations
 
 import base64
+import ctypes
 import importlib.util
 import inspect
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
@@ -22,8 +27,8 @@ import torch
 import torch.multiprocessing  # makes tensors picklable by handle
 
 
-def measure(problems, check, graph, folder: str) -> tuple[float, str]:
-    """Run the ops of the package in ``folder``; see ``peers.measure``."""
+def prepare(problems, check, graph, folder: str) -> Callable[[], tuple[float, str]]:
+    """Run the ops of the package in ``folder``; see ``peers.prepare``."""
     from tileops.layouts import MaskedLayoutSpec
     from tileops.workloads.peers import PeerError
     from tileops.workloads.problem import as_tuple
@@ -49,15 +54,23 @@ def measure(problems, check, graph, folder: str) -> tuple[float, str]:
         "graph": graph,
     }
     torch.cuda.synchronize()
-    process = _waiting.pop(folder, None) or _begin(folder)
-    with process:
-        try:
-            message = base64.b64encode(ForkingPickler.dumps(task)).decode()
-            answer = _ask(process, message)
-            check(first.live(outputs))
-            answer = _ask(process, "time")
-        finally:
-            process.kill()
+    waiting = _waiting.get(folder)
+    process = waiting.pop(0) if waiting else _begin(folder)
+    try:
+        _ask(process, base64.b64encode(ForkingPickler.dumps(task)).decode())
+        check(first.live(outputs))
+    except BaseException:
+        _end(process)
+        raise
+    return partial(_time, process, task)
+
+
+def _time(process: subprocess.Popen, task: dict) -> tuple[float, str]:
+    """Time a task, whose tensors are here and must outlive the process that has their handles."""
+    try:
+        answer = _ask(process, "time")
+    finally:
+        _end(process)
     return answer["microseconds"], answer["how"]
 
 
@@ -67,16 +80,16 @@ def arguments(cls: type) -> list[str]:
     return [name for name in names if name not in ("output", "out")]
 
 
-_waiting: dict[str, subprocess.Popen] = {}
+_waiting: dict[str, list[subprocess.Popen]] = {}
 
 
 def start(folder: str) -> None:
-    """Start a process for the next call of ``measure``: it imports the package meanwhile.
+    """Start a process for one more call of ``prepare``: it imports the package meanwhile.
 
-    It ends with this one, when its input does.
+    It ends with this one.
     """
     if Path(folder, "tileops").is_dir():
-        _waiting[folder] = _begin(folder)
+        _waiting.setdefault(folder, []).append(_begin(folder))
 
 
 def _begin(folder: str) -> subprocess.Popen:
@@ -91,13 +104,19 @@ def _begin(folder: str) -> subprocess.Popen:
     )
 
 
+def _end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait()
+
+
 def _ask(process: subprocess.Popen, line: str) -> dict:
     from tileops.workloads.peers import PeerError
 
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(line + "\n")
-    process.stdin.flush()
+    with suppress(BrokenPipeError):  # it has ended, and what follows says so
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
     for answer in process.stdout:
         if answer.startswith("{"):
             found = json.loads(answer)
@@ -124,8 +143,15 @@ def _class(peer, name: str) -> type:
     return getattr(peer, found.get(name.lower(), name))
 
 
+def _end_with_parent() -> None:
+    """Have Linux kill this process, whatever it does, when the one that started it ends."""
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
 def serve() -> None:
     """Answer the two questions: the outputs, which are written in place, and the time."""
+    _end_with_parent()
     try:
         import tileops.moe as peer
 
@@ -141,7 +167,8 @@ def serve() -> None:
             out.copy_(got.view(out.shape) if got.numel() == out.numel() else got[: len(out)])
         torch.cuda.synchronize()
         print(json.dumps({"ready": True}), flush=True)
-        sys.stdin.readline()
+        if not sys.stdin.readline():
+            return
         device = task["outputs"][0].device
         microseconds, how = _load("timing").microseconds(calls, device, task["graph"])
         print(json.dumps({"microseconds": microseconds, "how": how}), flush=True)
