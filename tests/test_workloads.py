@@ -471,6 +471,40 @@ def test_a_wrong_peer_is_not_timed(monkeypatch):
     assert math.isnan(peer.microseconds)
 
 
+@pytest.mark.parametrize("op", ["moe_permute_align_fwd", "moe_pre_permute_fwd"])
+def test_a_peer_may_have_the_routes_of_an_expert_in_another_order(op):
+    layer = Layer("small", **SMALL)
+    (problem,) = PROBLEMS[op](Draw(layer, 40, torch.bfloat16, CPU, "zipf"))
+    right = problem.exact()
+    places = right[0] if op == "moe_permute_align_fwd" else right[2]
+    experts = problem.inputs.get("topk_ids", problem.inputs.get("local_expert_ids")).flatten()
+    busiest = (experts == experts.mode().values).nonzero().flatten()
+
+    def exchanged(one, other):
+        """Return the outputs with two routes in each other's places."""
+        outputs = [x.clone() for x in right]
+        if op == "moe_permute_align_fwd":
+            at = [(outputs[0] == route).nonzero().item() for route in (one, other)]
+            outputs[0][at] = outputs[0][at[::-1]]
+        else:
+            at = [outputs[2].flatten()[route].item() for route in (one, other)]
+            outputs[0][at] = outputs[0][at[::-1]]
+            outputs[2].flatten()[[one, other]] = outputs[2].flatten()[[other, one]]
+        return tuple(outputs)
+
+    ours, of_peer = verify.comparison(problem), verify.comparison(problem, of_peer=True)
+    assert places.numel() > len(busiest) > 1
+    same_expert = exchanged(int(busiest[0]), int(busiest[1]))
+    assert of_peer(right)[0] == of_peer(same_expert)[0] == 0
+    assert ours(right)[0] == 0
+    assert ours(same_expert)[0] == math.inf
+    stranger = int((experts != experts.mode().values).nonzero()[0])
+    assert of_peer(exchanged(int(busiest[0]), stranger))[0] == math.inf
+    lost = [x.clone() for x in right]
+    lost[0][0] = lost[0][1]
+    assert of_peer(tuple(lost))[0] == math.inf
+
+
 def test_a_wrong_result_of_ours_is_not_timed(monkeypatch):
     layer = Layer("small", **SMALL)
     step = verify.steps([manifest.Case(name="small", source="x", layer=layer)], [4], ["zipf"])[0]

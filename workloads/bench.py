@@ -166,10 +166,12 @@ def _unit(
         rows: list[tuple[Row | None, Iterator[Row | None]]] = []
         for sets in zip(first, *further, strict=True):
             one, compare = sets[0], comparison(sets[0])
+            of_peer = compare if one.any_order is None else comparison(one, of_peer=True)
             row = replace(base, op=one.name, flops=one.flops, num_bytes=one.num_bytes, fp8=one.fp8)
             for by in (OURS, *peers):
                 here = replace(row, by=by.partition("=")[0])
-                row_of = _row(sets, by, target, device, graph, here, compare)
+                right = compare if by == OURS else of_peer
+                row_of = _row(sets, by, target, device, graph, here, right)
                 rows.append((next(row_of), row_of))
         if device.type == "cuda":
             torch.cuda.synchronize()

@@ -31,6 +31,8 @@ class Problem:
         flops: Floating-point operations of the matrix products.
         num_bytes: Each input that the result depends on read once, each output written once.
         live: Picks from the outputs what is defined.
+        any_order: Brings outputs into one order where a peer's may be in another; None: in none may
+            they.
         copies: Whether the outputs must be equal to the exact ones, to the last bit.
         fp8: Whether the matrix products are those of FP8 operands.
     """
@@ -45,6 +47,7 @@ class Problem:
     num_bytes: float
     part: str = ""
     live: Callable[[Outputs], Outputs] = lambda outputs: outputs
+    any_order: Callable[[Outputs], Outputs] | None = None
     copies: bool = False
     fp8: bool = False
 

@@ -41,17 +41,26 @@ def _topk(draw: Draw) -> Iterator[Problem]:
 
 
 def _permute_align(draw: Draw) -> Iterator[Problem]:
-    ids = draw.routes[1]
-    slots = ids.numel() + (draw.layer.local_experts + 1) * (BLOCK_SIZE - 1)
+    ids, num_experts = draw.routes[1], draw.layer.local_experts
+    slots = ids.numel() + (num_experts + 1) * (BLOCK_SIZE - 1)
+
+    def any_order(outputs: Outputs) -> Outputs:
+        """Sort the slots of each expert."""
+        slot_ids, experts, used = outputs
+        experts = torch.where((experts < 0) | (experts > num_experts), num_experts, experts)
+        owners = experts.long().repeat_interleave(BLOCK_SIZE)[: slot_ids.numel()]
+        return (owners * 2**32 + slot_ids).sort().values, experts, used
+
     yield _from_reference(
         partial(
             Problem,
             op="moe_permute_align_fwd",
             cls=moe.MoEPermuteAlignFwdOp,
-            settings={"num_experts": draw.layer.local_experts, "block_size": BLOCK_SIZE},
+            settings={"num_experts": num_experts, "block_size": BLOCK_SIZE},
             inputs={"topk_ids": ids},
             flops=0,
             num_bytes=_size(ids) + 4 * (slots + slots // BLOCK_SIZE),
+            any_order=any_order,
         ),
         None,
     )
@@ -59,6 +68,17 @@ def _permute_align(draw: Draw) -> Iterator[Problem]:
 
 def _pre_permute(draw: Draw) -> Iterator[Problem]:
     hidden, ids = draw.tokens["hidden_states"], draw.routes[1]
+
+    def any_order(outputs: Outputs) -> Outputs:
+        """Give the row of each route, and whose rows they are among."""
+        rows, ends, inverse = outputs
+        places = inverse.flatten().long()
+        owners = torch.searchsorted(ends, places.to(ends.dtype), right=True)
+        used = places.clamp(min=-1).add(1).bincount(minlength=len(rows) + 1)
+        found = rows[places.clamp(0, len(rows) - 1)]
+        found[places < 0] = 0
+        return found, ends, owners.where(places >= 0, -1), used
+
     yield _from_reference(
         partial(
             Problem,
@@ -68,6 +88,7 @@ def _pre_permute(draw: Draw) -> Iterator[Problem]:
             inputs={"hidden_states": hidden, "local_expert_ids": ids},
             flops=0,
             num_bytes=_size(hidden) * (1 + draw.layer.top_k) + 2 * _size(ids),
+            any_order=any_order,
             copies=True,
         ),
         None,

@@ -165,16 +165,18 @@ def _check(problem: Problem, row: Row) -> Row:
     return replace(row, error=error, bound=limit)
 
 
-def comparison(problem: Problem) -> Callable[[Outputs], tuple[float, float]]:
+def comparison(problem: Problem, of_peer: bool = False) -> Callable[[Outputs], tuple[float, float]]:
     """Return a function of outputs: the error and the bound of the one furthest from right.
 
-    Integers and copies have no error: an output with a wrong one is infinitely far off.
+    Integers and copies have no error: an output with a wrong one is infinitely far off. A peer's
+    outputs may be in another order where the op's document leaves it free.
     """
-    exact, same = problem.live(problem.exact()), problem.live(problem.same_dtype())
+    live = problem.any_order if of_peer and problem.any_order is not None else problem.live
+    exact, same = live(problem.exact()), live(problem.same_dtype())
 
     def compare(outputs: Outputs) -> tuple[float, float]:
         pairs = []
-        for out, want, plain in zip(problem.live(outputs), exact, same, strict=True):
+        for out, want, plain in zip(live(outputs), exact, same, strict=True):
             if problem.copies or not out.is_floating_point():
                 pairs.append((0.0 if torch.equal(out, want.to(out.dtype)) else float("inf"), 0.0))
             else:
