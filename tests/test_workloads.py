@@ -565,17 +565,17 @@ def test_a_unit_is_timed_alone(monkeypatch, tmp_path):
     assert sorted(map(len, found)) == [0, 1, 2]
     assert [row.op for row in reports[-1].rows] == [*ops[:1], *ops]
     assert all(row.skipped is None for row in reports[-1].rows)
-    whats, units = zip(*map(str.split, (tmp_path / "log").read_text().splitlines()), strict=True)
+    events, units = zip(*map(str.split, (tmp_path / "log").read_text().splitlines()), strict=True)
     begin = 0
     for size in (2, 1):
         turns = begin + 2 * size
-        assert sorted(whats[begin:turns]) == ["prepared"] * size + ["preparing"] * size
+        assert sorted(events[begin:turns]) == ["prepared"] * size + ["preparing"] * size
         timed = turns + 2 * size
-        assert whats[turns:timed] == ("timing", "timed") * size
+        assert events[turns:timed] == ("timing", "timed") * size
         assert units[turns:timed:2] == units[turns + 1 : timed : 2]
         assert set(units[turns:timed]) == set(units[begin:turns])
         begin = timed
-    assert whats[begin:] == ()
+    assert events[begin:] == ()
 
 
 class Logged(verify.Step):
