@@ -603,7 +603,7 @@ def logged(*args):
 
     comparison = bench.comparison
     bench.too_large = noting(bench.too_large, before="preparing")
-    bench.comparison = lambda problem: noting(comparison(problem), after="prepared")
+    bench.comparison = lambda *args: noting(comparison(*args), after="prepared")
     timing.microseconds = noting(timing.microseconds, "timing", "timed")
     return verify.Step(*args)
 

@@ -166,7 +166,7 @@ def _unit(
         rows: list[tuple[Row | None, Iterator[Row | None]]] = []
         for sets in zip(first, *further, strict=True):
             one, compare = sets[0], comparison(sets[0])
-            of_peer = compare if one.any_order is None else comparison(one, of_peer=True)
+            of_peer = comparison(one, of_peer=True) if peers and one.any_order else compare
             row = replace(base, op=one.name, flops=one.flops, num_bytes=one.num_bytes, fp8=one.fp8)
             for by in (OURS, *peers):
                 here = replace(row, by=by.partition("=")[0])
