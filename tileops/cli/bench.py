@@ -72,7 +72,7 @@ def run_bench(
         Path | None, typer.Option(help="Write a plot of time over floor: a .png or .svg.")
     ] = None,
 ) -> None:
-    """Time each case of the manifests, each number of tokens in a fresh process."""
+    """Time each case of the manifests, each op and number of tokens in a fresh process."""
     target, dtype = target_named(target), one_of("--dtype", dtype, list(DTYPES))
     steps = selected(manifests, case, op, tokens, routing)
     from tileops.workloads import bench
