@@ -192,11 +192,15 @@ def test_combine_is_the_same_in_any_batch(target, device):
         )
 
 
-def test_combine_views_and_out(target, device):
-    T, K, H = 12, 3, 32
+@pytest.mark.parametrize("skip", [1, 4])
+@pytest.mark.parametrize("K", [3, 4, 12, 16])
+def test_combine_views_and_out(target, device, K, skip):
+    T, H = 12, 32
     storage = torch.randn(2 * T * K, 2 * H, device=device)
-    rows, weights = storage[::2, 16 : 16 + H], torch.rand(T, 2 * K, device=device)[:, 1 : 1 + K]
-    inverse = torch.randperm(T * K, dtype=torch.int32, device=device)
+    rows = storage[::2, 16 : 16 + H]
+    weights = torch.rand(T, 2 * K + skip, device=device)[:, skip : skip + K]
+    inverse = torch.arange(-skip, T * K, dtype=torch.int32, device=device)[skip:]
+    inverse.copy_(torch.randperm(T * K, device=device))
     op = MoEPostPermuteFwdOp(LAYOUTS[0], target=target)
     want = op(rows.contiguous(), weights.contiguous(), inverse)
     buffer = torch.full((T, 3 * H), 7.0, device=device)
@@ -205,6 +209,20 @@ def test_combine_views_and_out(target, device):
     assert torch.equal(out, want)
     assert (buffer[:, :H] == 7).all()
     assert (buffer[:, 2 * H :] == 7).all()
+
+
+def test_combine_of_slabs_that_lie_apart(target, device):
+    T, K, E, M, H = 9, 4, 5, 8, 16
+    storage = torch.full((E, M + 3, H), float("nan"), device=device)
+    rows = storage[:, :M]
+    rows.copy_(torch.randn(E, M, H, device=device))
+    weights = torch.rand(T, K, device=device)
+    inverse = torch.randperm(E * M, dtype=torch.int32, device=device)[: T * K]
+    inverse[5] = -1
+    op = MoEPostPermuteFwdOp(MaskedLayoutSpec(M), target=target)
+    out = op(rows, weights, inverse)
+    assert not out.isnan().any()
+    assert torch.equal(out, op(rows.contiguous(), weights, inverse))
 
 
 def test_combine_of_no_tokens_and_of_dropped_routes(target, device):

@@ -1,14 +1,19 @@
 """Post-permute: every token gathers the rows of its routes and adds them up with their weights."""
 
+import math
+
 import tilelang.language as T
 
-from tileops.kernels.cuda.device import current, dtype_name, jit, misplaced, wrong_device
+from tileops.kernels.cuda.device import aligned, current, dtype_name, jit, misplaced, wrong_device
 
 THREADS = 128
 COLUMNS = 8
 """Columns of a thread: a 16-byte vector in the half-precision dtypes, two of them in float32."""
 ROWS = 8
 """Rows of a token that are in flight at once."""
+BLOCKS = {4: 8, 8: 4}
+"""Thread blocks on a multiprocessor, by the words of a thread's columns: as many as have registers
+for all loads of a thread at once."""
 
 
 @jit
@@ -16,7 +21,9 @@ def build(row_dtype: str, out_dtype: str):
     """Build the kernel for the dtypes of the rows and of the result.
 
     T tokens, K routes a token, N routes, rows of H columns in E slabs of M rows (a contiguous
-    layout is one slab). A row is ``2**lane_bits`` threads wide.
+    layout is one slab). A row is ``2**lane_bits`` threads wide. ``quads`` says that rows and weights
+    of a token can be looked up four at a time. Row r starts after r steps of ``step`` elements, and
+    where there are slabs after ``r * row_steps + r // M * slab_steps``.
     """
     num_tokens, top_k, num_routes = T.dynamic("T, K, N")
     num_slabs, slab_rows, hidden = T.dynamic("E, M, H")
@@ -36,15 +43,21 @@ def build(row_dtype: str, out_dtype: str):
         out: T.StridedTensor[(num_tokens, hidden), (out_stride, 1), out_dtype],
         blocks: T.int32,
         lane_bits: T.int32,
+        quads: T.int32,
+        step: T.int64,
+        row_steps: T.int32,
+        slab_steps: T.int32,
         factor: T.float32,
     ):
         with T.Kernel(blocks, threads=THREADS) as block:
+            T.annotate_min_blocks_per_sm(BLOCKS[row_words])
             thread = T.get_thread_binding()
             token = T.alloc_var(T.int32)
             column = T.alloc_var(T.int32)
             slab = T.alloc_var(T.int32)
             row = T.alloc_local((ROWS,), T.int32)
-            weight = T.alloc_local((ROWS,), T.float32)
+            weight_words = T.alloc_local((ROWS,), T.uint32)
+            weight = T.view(weight_words, (ROWS,), T.float32)
             words = T.alloc_local((ROWS, row_words), T.uint32)
             values = T.view(words, (ROWS, COLUMNS), row_dtype)
             value = T.alloc_local((COLUMNS,), T.float32)
@@ -63,25 +76,34 @@ def build(row_dtype: str, out_dtype: str):
                 for c in T.unroll(COLUMNS):
                     total[c] = 0
                 for batch in T.serial(T.ceildiv(top_k, ROWS)):
-                    for j in T.unroll(ROWS):
-                        row[j] = -1
-                        weight[j] = 0
+                    # What is looked up stays as it is until all of it is asked for.
+                    for j in range(0, ROWS, 4):
                         k = batch * ROWS + j
-                        if k < top_k:
-                            row[j] = inverse[token * top_k + k]
-                            weight[j] = weights[token, k] * factor
-                    # A dropped route reads nothing and adds 0 * 0, whatever its weight is.
+                        if quads != 0:
+                            row[j : j + 4] = T.ldg128(inverse[token * top_k + k], pred=k < top_k)
+                            weight_words[j : j + 4] = T.ldg128(weights[token, k], pred=k < top_k)
+                        else:
+                            for i in range(4):
+                                there = k + i < top_k
+                                row[j + i] = T.ldg32(inverse[token * top_k + k + i], pred=there)
+                                weight_words[j + i] = T.ldg32(weights[token, k + i], pred=there)
                     for j in T.unroll(ROWS):
                         live = row[j] >= 0 and row[j] < num_slabs * slab_rows
-                        weight[j] = T.Select(live, weight[j], T.float32(0))
-                        slab = 0
-                        if num_slabs > 1:
-                            slab = T.truncdiv(row[j], slab_rows)
-                            row[j] = row[j] - slab * slab_rows
+                        row[j] = T.Select(live and batch * ROWS + j < top_k, row[j], -1)
+                    if num_slabs > 1:
+                        for j in T.unroll(ROWS):
+                            if row[j] >= 0:
+                                slab = T.truncdiv(row[j], slab_rows)
+                                row[j] = row[j] * row_steps + slab * slab_steps
+                    for j in T.unroll(ROWS):
                         for w in range(0, row_words, 4):
                             words[j, w : w + 4] = T.ldg128(
-                                rows[slab, row[j], column + w * COLUMNS // row_words], pred=live
+                                rows[0, 0, row[j] * step + column + w * COLUMNS // row_words],
+                                pred=row[j] >= 0,
                             )
+                    # A dropped route reads nothing and adds 0 * 0, whatever its weight is.
+                    for j in T.unroll(ROWS):
+                        weight[j] = T.Select(row[j] >= 0, weight[j] * factor, T.float32(0))
                     for j in T.unroll(ROWS):
                         for c in T.vectorized(COLUMNS):
                             value[c] = T.Cast(T.float32, values[j, c])
@@ -118,9 +140,14 @@ def moe_post_permute_fwd(
         rows = rows.unsqueeze(0)
     elif rows.stride(0) == rows.shape[1] * rows.stride(1):
         rows = rows.view(1, -1, hidden)
+    slab_stride, row_stride = rows.stride()[:2]
+    step = row_stride if rows.shape[0] == 1 else math.gcd(slab_stride, row_stride)
+    row_steps = row_stride // max(step, 1)
+    slab_steps = slab_stride // max(step, 1) - rows.shape[1] * row_steps
     lane_bits = min((hidden // COLUMNS - 1).bit_length(), 7)
     slices = -(-hidden // (THREADS * COLUMNS))
     blocks = -(-num_tokens // (THREADS >> lane_bits)) * slices
+    quads = topk_weights.shape[1] % 4 == 0 and aligned(topk_weights, inverse_indices)
     kernel = build(dtype_name(rows), dtype_name(out))
     with current(out.device):
         kernel(
@@ -130,5 +157,9 @@ def moe_post_permute_fwd(
             out,
             blocks,
             lane_bits,
+            int(quads),
+            step,
+            row_steps,
+            slab_steps,
             routed_scaling_factor,
         )

@@ -32,7 +32,8 @@ MIN_KEPT = 4
 MIN_LANE_BITS = 2
 """Lanes of a token at least: fewer read less than a sector of memory at once."""
 WARPS = 1024
-"""A token gets more lanes as long as that makes no more warps than this, two a scheduler."""
+"""A token gets more lanes as long as that makes no more warps than this, two a scheduler, or twice
+as many where lists are short."""
 NAN_KEY = {True: 0x7FFF0000, False: LAST << 32}
 """The first key of a NaN, packed or not."""
 
@@ -391,7 +392,8 @@ def launch(
     group_size = num_experts // num_groups
     groups_bits = (num_groups - 1).bit_length()
     useful = groups_bits + (-(-group_size // kept) - 1).bit_length()
-    spare = (WARPS * WARP // num_tokens).bit_length() - 1
+    warps = 2 * WARPS if kept == MIN_KEPT else WARPS
+    spare = (warps * WARP // num_tokens).bit_length() - 1
     lane_bits = max(min(spare, useful, 5), groups_bits, MIN_LANE_BITS)
     group_bits = lane_bits - groups_bits
     word = min(kept * logits.element_size(), 16)
