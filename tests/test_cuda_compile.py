@@ -55,7 +55,7 @@ KERNELS = {
     "place routes in a cluster": lambda: place_routes.build_place("tiles", place_routes.CLUSTER),
     "place counted routes": lambda: place_routes.build_place("slots", 0),
     "copy rows": permute.build_copy,
-    "combine rows": lambda: post_permute.build("bfloat16", "bfloat16"),
+    "combine rows": lambda: post_permute.build("bfloat16", "bfloat16", 4),
     "quantise rows": lambda: quantize_fp8.build_rows("bfloat16", True),
     "quantise rows that start anywhere": lambda: quantize_fp8.build_rows("float16", False),
     "quantise squares": lambda: quantize_fp8.build_blocks("float32", True),

@@ -193,9 +193,10 @@ def test_combine_is_the_same_in_any_batch(target, device):
 
 
 @pytest.mark.parametrize("skip", [1, 4])
-@pytest.mark.parametrize("K", [3, 4, 12, 16])
-def test_combine_views_and_out(target, device, K, skip):
-    T, H = 12, 32
+@pytest.mark.parametrize("H", [32, 1048, 4104])
+@pytest.mark.parametrize("K", [1, 2, 3, 4, 6, 8, 12, 16])
+def test_combine_views_and_out(target, device, K, H, skip):
+    T = 12
     storage = torch.randn(2 * T * K, 2 * H, device=device)
     rows = storage[::2, 16 : 16 + H]
     weights = torch.rand(T, 2 * K + skip, device=device)[:, skip : skip + K]
@@ -203,6 +204,8 @@ def test_combine_views_and_out(target, device, K, skip):
     inverse.copy_(torch.randperm(T * K, device=device))
     op = MoEPostPermuteFwdOp(LAYOUTS[0], target=target)
     want = op(rows.contiguous(), weights.contiguous(), inverse)
+    exact = rows[inverse].double().unflatten(0, (T, K)) * weights[..., None]
+    torch.testing.assert_close(want.double(), exact.sum(1), rtol=1e-5, atol=1e-5)
     buffer = torch.full((T, 3 * H), 7.0, device=device)
     out = buffer[:, H : 2 * H]
     assert op(rows, weights, inverse, out) is out

@@ -4,27 +4,35 @@ import math
 
 import tilelang.language as T
 
-from tileops.kernels.cuda.device import aligned, current, dtype_name, jit, misplaced, wrong_device
+from tileops.kernels.cuda.device import current, dtype_name, jit, misplaced, wrong_device
 
 THREADS = 128
 COLUMNS = 8
 """Columns of a thread: a 16-byte vector in the half-precision dtypes, two of them in float32."""
-ROWS = 8
-"""Rows of a token that are in flight at once."""
+LOADS = 8
+"""Vectors that a thread has in flight: of so many rows, or of fewer and of more columns."""
 BLOCKS = {4: 8, 8: 4}
 """Thread blocks on a multiprocessor, by the words of a thread's columns: as many as have registers
 for all loads of a thread at once."""
 
 
 @jit
-def build(row_dtype: str, out_dtype: str):
-    """Build the kernel for the dtypes of the rows and of the result.
+def build(row_dtype: str, out_dtype: str, rows_at_once: int):
+    """Build the kernel.
 
     T tokens, K routes a token, N routes, rows of H columns in E slabs of M rows (a contiguous
-    layout is one slab). A row is ``2**lane_bits`` threads wide. ``quads`` says that rows and weights
-    of a token can be looked up four at a time. Row r starts after r steps of ``step`` elements, and
-    where there are slabs after ``r * row_steps + r // M * slab_steps``.
+    layout is one slab). A row is ``2**lane_bits`` threads wide. ``vectors`` says that rows and
+    weights of a token can be looked up several at a time. Row r starts after r steps of ``step``
+    elements, and where there are slabs after ``r * row_steps + r // M * slab_steps``.
+
+    Args:
+        row_dtype: Type of the rows.
+        out_dtype: Type of the result.
+        rows_at_once: Rows of a token that a thread loads at once. If fewer than `LOADS`, K at
+            least.
     """
+    spans = LOADS // rows_at_once
+    lookup, looked_up = (T.ldg128, 4) if rows_at_once >= 4 else (T.ldg64, 2)
     num_tokens, top_k, num_routes = T.dynamic("T, K, N")
     num_slabs, slab_rows, hidden = T.dynamic("E, M, H")
     slab_stride, row_stride, weight_stride, out_stride = (
@@ -43,7 +51,7 @@ def build(row_dtype: str, out_dtype: str):
         out: T.StridedTensor[(num_tokens, hidden), (out_stride, 1), out_dtype],
         blocks: T.int32,
         lane_bits: T.int32,
-        quads: T.int32,
+        vectors: T.int32,
         step: T.int64,
         row_steps: T.int32,
         slab_steps: T.int32,
@@ -55,64 +63,76 @@ def build(row_dtype: str, out_dtype: str):
             token = T.alloc_var(T.int32)
             column = T.alloc_var(T.int32)
             slab = T.alloc_var(T.int32)
-            row = T.alloc_local((ROWS,), T.int32)
-            weight_words = T.alloc_local((ROWS,), T.uint32)
-            weight = T.view(weight_words, (ROWS,), T.float32)
-            words = T.alloc_local((ROWS, row_words), T.uint32)
-            values = T.view(words, (ROWS, COLUMNS), row_dtype)
+            row = T.alloc_local((rows_at_once,), T.int32)
+            weight_words = T.alloc_local((rows_at_once,), T.uint32)
+            weight = T.view(weight_words, (rows_at_once,), T.float32)
+            words = T.alloc_local((spans, rows_at_once, row_words), T.uint32)
+            values = T.view(words, (spans, rows_at_once, COLUMNS), row_dtype)
             value = T.alloc_local((COLUMNS,), T.float32)
-            total = T.alloc_local((COLUMNS,), T.float32)
+            total = T.alloc_local((spans, COLUMNS), T.float32)
             result_words = T.alloc_local((out_words,), T.uint32)
             result = T.view(result_words, (COLUMNS,), out_dtype)
 
             T.pdl_sync()
             T.pdl_trigger()
-            slices = T.ceildiv(hidden, THREADS * COLUMNS)
+            slices = T.ceildiv(hidden, THREADS * COLUMNS * spans)
             token = T.truncdiv(block, slices)
-            column = (block - token * slices) * THREADS * COLUMNS
+            column = (block - token * slices) * THREADS * COLUMNS * spans
             column = column + (thread & ((1 << lane_bits) - 1)) * COLUMNS
             token = token * (THREADS >> lane_bits) + (thread >> lane_bits)
+            next_span = COLUMNS << lane_bits
             if token < num_tokens and column < hidden:
-                for c in T.unroll(COLUMNS):
-                    total[c] = 0
-                for batch in T.serial(T.ceildiv(top_k, ROWS)):
+                for s in T.unroll(spans):
+                    for c in T.unroll(COLUMNS):
+                        total[s, c] = 0
+                for batch in T.serial(T.ceildiv(top_k, rows_at_once) if spans == 1 else 1):
                     # What is looked up stays as it is until all of it is asked for.
-                    for j in range(0, ROWS, 4):
-                        k = batch * ROWS + j
-                        if quads != 0:
-                            row[j : j + 4] = T.ldg128(inverse[token * top_k + k], pred=k < top_k)
-                            weight_words[j : j + 4] = T.ldg128(weights[token, k], pred=k < top_k)
+                    for j in range(0, rows_at_once, looked_up):
+                        k = batch * rows_at_once + j
+                        there = k < top_k
+                        if vectors != 0:
+                            row[j : j + looked_up] = lookup(inverse[token * top_k + k], pred=there)
+                            weight_words[j : j + looked_up] = lookup(weights[token, k], pred=there)
                         else:
-                            for i in range(4):
+                            for i in range(looked_up):
                                 there = k + i < top_k
                                 row[j + i] = T.ldg32(inverse[token * top_k + k + i], pred=there)
                                 weight_words[j + i] = T.ldg32(weights[token, k + i], pred=there)
-                    for j in T.unroll(ROWS):
+                    for j in T.unroll(rows_at_once):
                         live = row[j] >= 0 and row[j] < num_slabs * slab_rows
-                        row[j] = T.Select(live and batch * ROWS + j < top_k, row[j], -1)
+                        row[j] = T.Select(live and batch * rows_at_once + j < top_k, row[j], -1)
                     if num_slabs > 1:
-                        for j in T.unroll(ROWS):
+                        for j in T.unroll(rows_at_once):
                             if row[j] >= 0:
                                 slab = T.truncdiv(row[j], slab_rows)
                                 row[j] = row[j] * row_steps + slab * slab_steps
-                    for j in T.unroll(ROWS):
-                        for w in range(0, row_words, 4):
-                            words[j, w : w + 4] = T.ldg128(
-                                rows[0, 0, row[j] * step + column + w * COLUMNS // row_words],
-                                pred=row[j] >= 0,
-                            )
+                    for s in T.unroll(spans):
+                        for j in T.unroll(rows_at_once):
+                            for w in range(0, row_words, 4):
+                                at = column + s * next_span
+                                words[s, j, w : w + 4] = T.ldg128(
+                                    rows[0, 0, row[j] * step + at + w * COLUMNS // row_words],
+                                    pred=row[j] >= 0 and at < hidden,
+                                )
                     # A dropped route reads nothing and adds 0 * 0, whatever its weight is.
-                    for j in T.unroll(ROWS):
+                    for j in T.unroll(rows_at_once):
                         weight[j] = T.Select(row[j] >= 0, weight[j] * factor, T.float32(0))
-                    for j in T.unroll(ROWS):
-                        for c in T.vectorized(COLUMNS):
-                            value[c] = T.Cast(T.float32, values[j, c])
-                        for c in T.unroll(COLUMNS):
-                            total[c] = total[c] + weight[j] * value[c]
-                for c in T.vectorized(COLUMNS):
-                    result[c] = T.Cast(out_dtype, total[c])
-                for w in range(0, out_words, 4):
-                    T.stg128(out[token, column + w * COLUMNS // out_words], result_words[w : w + 4])
+                    for s in T.unroll(spans):
+                        for j in T.unroll(rows_at_once):
+                            for c in T.vectorized(COLUMNS):
+                                value[c] = T.Cast(T.float32, values[s, j, c])
+                            for c in T.unroll(COLUMNS):
+                                total[s, c] = total[s, c] + weight[j] * value[c]
+                for s in T.unroll(spans):
+                    for c in T.vectorized(COLUMNS):
+                        result[c] = T.Cast(out_dtype, total[s, c])
+                    for w in range(0, out_words, 4):
+                        at = column + s * next_span
+                        T.stg128(
+                            out[token, at + w * COLUMNS // out_words],
+                            result_words[w : w + 4],
+                            pred=at < hidden,
+                        )
 
     return combine_rows
 
@@ -144,11 +164,20 @@ def moe_post_permute_fwd(
     step = row_stride if rows.shape[0] == 1 else math.gcd(slab_stride, row_stride)
     row_steps = row_stride // max(step, 1)
     slab_steps = slab_stride // max(step, 1) - rows.shape[1] * row_steps
-    lane_bits = min((hidden // COLUMNS - 1).bit_length(), 7)
-    slices = -(-hidden // (THREADS * COLUMNS))
+    top_k = topk_weights.shape[1]
+    rows_at_once = max(min(1 << (top_k - 1).bit_length(), LOADS), 2)
+    columns = COLUMNS * (LOADS // rows_at_once)
+    lane_bits = min((-(-hidden // columns) - 1).bit_length(), 7)
+    slices = -(-hidden // (THREADS * columns))
     blocks = -(-num_tokens // (THREADS >> lane_bits)) * slices
-    quads = topk_weights.shape[1] % 4 == 0 and aligned(topk_weights, inverse_indices)
-    kernel = build(dtype_name(rows), dtype_name(out))
+    places = (
+        top_k,
+        topk_weights.stride(0),
+        topk_weights.data_ptr() // 4,
+        inverse_indices.data_ptr() // 4,
+    )
+    vectors = not any(place % min(rows_at_once, 4) for place in places)
+    kernel = build(dtype_name(rows), dtype_name(out), rows_at_once)
     with current(out.device):
         kernel(
             rows,
@@ -157,7 +186,7 @@ def moe_post_permute_fwd(
             out,
             blocks,
             lane_bits,
-            int(quads),
+            int(vectors),
             step,
             row_steps,
             slab_steps,

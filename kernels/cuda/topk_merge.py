@@ -31,6 +31,8 @@ MAX_KEPT = 16
 MIN_KEPT = 4
 MIN_LANE_BITS = 2
 """Lanes of a token at least: fewer read less than a sector of memory at once."""
+SHORT = 8
+"""A list up to this is sorted before the next loads arrive: of two steps both are read at once."""
 WARPS = 1024
 """A token gets more lanes as long as that makes no more warps than this, two a scheduler, or twice
 as many where lists are short."""
@@ -208,6 +210,7 @@ def build(dtype: str, scoring: str, kept: int):
     biased = scoring == "biased_sigmoid"
     per_word = 1 if dtype == "float32" else 2
     packed = per_word == 2 and scoring == "softmax"
+    early = packed and kept <= SHORT
     key_dtype, none = (T.int32, LAST) if packed else (T.int64, LAST << 32 | LAST)
 
     @T.prim_func
@@ -232,6 +235,9 @@ def build(dtype: str, scoring: str, kept: int):
             thread = T.get_thread_binding()
             words = T.alloc_local((kept // per_word,), T.uint32)
             values = T.view(words, (kept,), dtype)
+            if early:
+                next_words = T.alloc_local((kept // per_word,), T.uint32)
+                next_values = T.view(next_words, (kept,), dtype)
             if biased:
                 bias_words = T.alloc_local((kept,), T.uint32)
                 biases = T.view(bias_words, (kept,), T.float32)
@@ -267,6 +273,8 @@ def build(dtype: str, scoring: str, kept: int):
                 read(words, values, logits, token, first, end, vectors, kept)
                 if biased:
                     read_bias(bias_words, biases, bias, first, end, vectors, kept)
+            if early and steps == 2 and first + step < end:
+                read(next_words, next_values, logits, token, first + step, end, vectors, kept)
             for n in T.unroll(steps, unroll_factor=1):
                 if first < end:
                     if packed:
@@ -292,7 +300,11 @@ def build(dtype: str, scoring: str, kept: int):
                     if vectors == 0:
                         for i in T.unroll(kept):
                             keys[i] = T.Select(first + i < end, keys[i], none)
-                    if first + step < end:  # before the sort, which then hides it
+                    # before the sort, which then hides it, unless it is short and the only one
+                    if early and steps == 2:
+                        for w in T.unroll(kept // per_word):
+                            words[w] = next_words[w]
+                    elif first + step < end:
                         read(words, values, logits, token, first + step, end, vectors, kept)
                         if biased:
                             read_bias(bias_words, biases, bias, first + step, end, vectors, kept)
