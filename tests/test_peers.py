@@ -329,6 +329,36 @@ def test_tileops_0_1_gets_no_buffer():
     assert "output" not in tileops_0_1.arguments(FusedMoEExpertsFwdOp)
 
 
+@pytest.mark.parametrize("failures", [0, 1, 2])
+def test_tileops_0_1_gets_a_second_try(tmp_path, monkeypatch, failures):
+    """A package that fails while others build kernels may be right when it is asked again."""
+    begun, ended, answers = [], [], [PeerError("busy")] * failures + [{"ready": True}]
+
+    def ask(process, line):
+        assert process == len(begun)
+        answer = answers.pop(0)
+        if isinstance(answer, PeerError):
+            raise answer
+        return answer
+
+    def begin(folder):
+        begun.append(folder)
+        return len(begun)
+
+    (tmp_path / "tileops").mkdir()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(tileops_0_1, "_begin", begin)
+    monkeypatch.setattr(tileops_0_1, "_ask", ask)
+    monkeypatch.setattr(tileops_0_1, "_end", ended.append)
+    monkeypatch.setattr(tileops_0_1, "_pack", lambda task: "")
+    seen = []
+    fails = pytest.raises(PeerError, match="busy") if failures == 2 else contextlib.nullcontext()
+    with fails:
+        tileops_0_1.prepare([experts_problem()], seen.append, None, str(tmp_path))
+    assert len(seen) == (failures < 2)
+    assert ended == list(range(1, failures + 1))
+
+
 PACKAGE = """
 class FUSEDTopKFwdOp:
     def __init__(self, **settings):

@@ -57,12 +57,21 @@ def prepare(problems, check, graph, folder: str) -> Callable[[], tuple[float, st
     waiting = _waiting.get(folder)
     process = waiting.pop(0) if waiting else _begin(folder)
     try:
-        _ask(process, base64.b64encode(ForkingPickler.dumps(task)).decode())
+        try:
+            _ask(process, _pack(task))
+        except PeerError:  # it fails now and then where several processes build kernels at once
+            _end(process)
+            process = _begin(folder)
+            _ask(process, _pack(task))
         check(outputs)
     except BaseException:
         _end(process)
         raise
     return partial(_time, process, task)
+
+
+def _pack(task: dict) -> str:
+    return base64.b64encode(ForkingPickler.dumps(task)).decode()
 
 
 def _time(process: subprocess.Popen, task: dict) -> tuple[float, str]:
