@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tileops.kernels.cuda import post_permute
 from tileops.moe import (
     ContiguousLayoutSpec,
     MaskedLayoutSpec,
@@ -226,6 +227,20 @@ def test_combine_of_slabs_that_lie_apart(target, device):
     out = op(rows, weights, inverse)
     assert not out.isnan().any()
     assert torch.equal(out, op(rows.contiguous(), weights, inverse))
+
+
+def test_slabs_are_refused_where_an_int32_does_not_count_their_steps():
+    def slabs(*strides, shape=(4, 6, 64)):
+        return torch.empty_strided(shape, (*strides, 1), dtype=torch.bfloat16, device="meta")
+
+    assert post_permute.too_far(slabs(6 * 64, 64)) is None
+    assert post_permute.too_far(slabs(2**40, 64 * 2**20)) is None
+    assert post_permute.too_far(slabs(2**40, 0)) is None
+    assert post_permute.too_far(slabs(0, 0)) is None
+    assert post_permute.too_far(slabs(2**60, 64, shape=(1, 6, 64))) is None
+    reason = post_permute.too_far(slabs(2**40 + 8, 64))
+    assert reason
+    assert "strides (1099511627784, 64, 1)" in reason
 
 
 def test_combine_of_no_tokens_and_of_dropped_routes(target, device):

@@ -137,6 +137,26 @@ def build(row_dtype: str, out_dtype: str, rows_at_once: int):
     return combine_rows
 
 
+def steps_of(rows) -> tuple[int, int, int]:
+    """Return in which steps the rows of slabs lie: `build` says of what."""
+    slab_stride, row_stride = rows.stride()[:2]
+    if rows.shape[0] == 1:
+        return row_stride, 1, 0
+    step = max(math.gcd(slab_stride, row_stride), 1)
+    return step, row_stride // step, (slab_stride - rows.shape[1] * row_stride) // step
+
+
+def too_far(rows) -> str | None:
+    """Say why an int32 does not count the steps to a row."""
+    if rows.ndim == 2:
+        return None
+    step, *others = steps_of(rows)
+    span = sum((size - 1) * apart for size, apart in zip(rows.shape, rows.stride(), strict=True))
+    if max(span // max(step, 1), *map(abs, others)) < 2**31:
+        return None
+    return f"expert_output: 2**31 and more steps of {step} elements, got strides {rows.stride()}"
+
+
 def refuse(
     expert_output, topk_weights, inverse_indices, layout, routed_scaling_factor, target, out
 ) -> str | None:
@@ -145,6 +165,8 @@ def refuse(
         return reason
     if out.shape[1] % COLUMNS:
         return f"needs a hidden size that is a multiple of {COLUMNS}, got {out.shape[1]}"
+    if (reason := too_far(expert_output)) is not None:
+        return reason
     return misplaced("expert_output", expert_output) or misplaced("out", out)
 
 
@@ -160,10 +182,7 @@ def moe_post_permute_fwd(
         rows = rows.unsqueeze(0)
     elif rows.stride(0) == rows.shape[1] * rows.stride(1):
         rows = rows.view(1, -1, hidden)
-    slab_stride, row_stride = rows.stride()[:2]
-    step = row_stride if rows.shape[0] == 1 else math.gcd(slab_stride, row_stride)
-    row_steps = row_stride // max(step, 1)
-    slab_steps = slab_stride // max(step, 1) - rows.shape[1] * row_steps
+    steps = steps_of(rows)
     top_k = topk_weights.shape[1]
     rows_at_once = max(min(1 << (top_k - 1).bit_length(), LOADS), 2)
     columns = COLUMNS * (LOADS // rows_at_once)
@@ -187,8 +206,6 @@ def moe_post_permute_fwd(
             blocks,
             lane_bits,
             int(vectors),
-            step,
-            row_steps,
-            slab_steps,
+            *steps,
             routed_scaling_factor,
         )
