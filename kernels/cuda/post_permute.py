@@ -147,14 +147,17 @@ def steps_of(rows) -> tuple[int, int, int]:
 
 
 def too_far(rows) -> str | None:
-    """Say why an int32 does not count the steps to a row."""
+    """Say why rows are so far apart that an int32 does not count the steps to them."""
     if rows.ndim == 2:
         return None
     step, *others = steps_of(rows)
     span = sum((size - 1) * apart for size, apart in zip(rows.shape, rows.stride(), strict=True))
     if max(span // max(step, 1), *map(abs, others)) < 2**31:
         return None
-    return f"expert_output: 2**31 and more steps of {step} elements, got strides {rows.stride()}"
+    return (
+        f"expert_output: takes rows less than 2**31 steps of {step} elements apart, got strides "
+        f"{rows.stride()}: make it contiguous"
+    )
 
 
 def refuse(

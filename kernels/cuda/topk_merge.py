@@ -32,10 +32,10 @@ MIN_KEPT = 4
 MIN_LANE_BITS = 2
 """Lanes of a token at least: fewer read less than a sector of memory at once."""
 SHORT = 8
-"""A list up to this is sorted before the next loads arrive: of two steps both are read at once."""
+"""Keys at most that are sorted before the next loads arrive: two steps of them are read at once."""
 WARPS = 1024
-"""A token gets more lanes as long as that makes no more warps than this, two a scheduler, or twice
-as many where lists are short."""
+"""A token gets more lanes as long as that makes no more warps than this, two a scheduler, or than
+twice as many with lists of `MIN_KEPT`."""
 NAN_KEY = {True: 0x7FFF0000, False: LAST << 32}
 """The first key of a NaN, packed or not."""
 
@@ -300,7 +300,7 @@ def build(dtype: str, scoring: str, kept: int):
                     if vectors == 0:
                         for i in T.unroll(kept):
                             keys[i] = T.Select(first + i < end, keys[i], none)
-                    # before the sort, which then hides it, unless it is short and the only one
+                    # The next step is there already, or asked for before a sort that hides it.
                     if early and steps == 2:
                         for w in T.unroll(kept // per_word):
                             words[w] = next_words[w]
