@@ -11,19 +11,23 @@ class GemmTile:
         block_m: Most rows of a tile, a multiple of 32: they are multiplied by 256 rows of weights,
             in as many accumulators a thread.
         stages: Loads in flight, of 128 bytes of each row: as `jobs.check_stages` takes them.
+        together: How many stages of weights are loaded at a time, 1 or 2: of two, memory is asked
+            for 256 bytes of a row at about the same time.
         streams: Whether weights are the first to leave L2.
     """
 
     block_m: int
     stages: int
+    together: int
     streams: bool
 
 
 # up to this many rows an expert, on average, and then the tile
 _GEMM_TILES = (
+    (32, GemmTile(block_m=64, stages=5, together=2, streams=True)),
     # most weights are read by one tile only: they need not push out the rows, which all read
-    (160, GemmTile(block_m=160, stages=4, streams=True)),
-    (None, GemmTile(block_m=160, stages=4, streams=False)),
+    (160, GemmTile(block_m=160, stages=4, together=1, streams=True)),
+    (None, GemmTile(block_m=160, stages=4, together=1, streams=False)),
 )
 
 
@@ -42,8 +46,9 @@ def pick_gemm(rows: int, num_experts: int) -> GemmTile:
 
 # as above; a tile is lower, since a thread has the sums of one block besides
 _GEMM_FP8_TILES = (
-    (128, GemmTile(block_m=128, stages=4, streams=True)),
-    (None, GemmTile(block_m=128, stages=4, streams=False)),
+    (32, GemmTile(block_m=64, stages=5, together=2, streams=True)),
+    (128, GemmTile(block_m=128, stages=4, together=1, streams=True)),
+    (None, GemmTile(block_m=128, stages=4, together=1, streams=False)),
 )
 
 

@@ -19,8 +19,6 @@ DEPTH = 128
 """Columns of a block, which share a scale: the bytes of one swizzled row of shared memory."""
 VECTOR = 16
 """FP8 numbers of the 16 bytes that a thread moves at a time."""
-SCALES = HIGH + 2 * MATH_GROUPS
-"""Scales of a stage: of the rows, of each warpgroup's gate rows, of its up rows."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,7 @@ class Form:
         has_bias: Whether there is any bias.
         activation: ``"none"`` or the name of an activation.
         role: As in `multiply_tiles`.
+        block_m: Most rows of a tile: `HIGH`, or `LOW` where there are no high ones.
         stages: Loads in flight.
     """
 
@@ -39,11 +38,14 @@ class Form:
     has_bias: bool
     activation: str
     role: str
+    block_m: int
     stages: int
 
     def __post_init__(self) -> None:
         if self.quantizes and self.parts == 1:
             raise ValueError(f"FP8 rows come from a gated activation, got {self.activation}")
+        if self.block_m not in (LOW, HIGH):
+            raise ValueError(f"block_m: takes {LOW} and {HIGH}, got {self.block_m}")
 
     @property
     def parts(self) -> int:
@@ -59,6 +61,16 @@ class Form:
     def own(self) -> int:
         """Those of one warpgroup."""
         return self.columns // MATH_GROUPS
+
+    @property
+    def high(self) -> bool:
+        """Whether there are high tiles."""
+        return self.block_m > LOW
+
+    @property
+    def scales(self) -> int:
+        """Scales of a stage: of the rows, of each warpgroup's gate rows, of its up rows."""
+        return self.block_m + 2 * MATH_GROUPS
 
     @property
     def gathers(self) -> bool:
@@ -100,4 +112,5 @@ class Form:
     @property
     def staged_size(self) -> int:
         """Results that a warpgroup stages at a time."""
-        return max(CHUNK * self.low_line, WARPGROUP // WARP * STEP * self.high_line)
+        of_high = WARPGROUP // WARP * STEP * self.high_line if self.high else 0
+        return max(CHUNK * self.low_line, of_high)

@@ -75,7 +75,7 @@ def products(form: Form):
                     block,
                     0,
                     a_desc,
-                    slot * (HIGH * LINE) + half * HALF * LINE,
+                    slot * (form.block_m * LINE) + half * HALF * LINE,
                     w_desc,
                     slot * (WEIGHTS * LINE) + group * (2 * HALF * LINE),
                 )
@@ -85,7 +85,7 @@ def products(form: Form):
                     of_rows[i] = read_number(T.access_ptr(scale[slot, at + i * 2], "r", 1))
                 for i in T.unroll(form.parts):
                     of_weights[i] = read_number(
-                        T.access_ptr(scale[slot, HIGH + i * MATH_GROUPS + group], "r", 1)
+                        T.access_ptr(scale[slot, form.block_m + i * MATH_GROUPS + group], "r", 1)
                     )
                 T.wait_wgmma(0)
                 T.warpgroup_fence_operand(block, 0, HALF)
@@ -131,14 +131,14 @@ def products(form: Form):
                     w_desc,
                     slot * (WEIGHTS * LINE) + (group * 2 + half) * HALF * LINE,
                     a_desc,
-                    slot * (HIGH * LINE),
+                    slot * (form.block_m * LINE),
                 )
             if wide > 0:
                 T.warpgroup_fence_operand(block, 0, wide)
                 for half in T.unroll(2):
                     part = half if form.parts == 2 else 0
                     of_weights[half] = read_number(
-                        T.access_ptr(scale[slot, HIGH + part * MATH_GROUPS + group], "r", 1)
+                        T.access_ptr(scale[slot, form.block_m + part * MATH_GROUPS + group], "r", 1)
                     )
                 for step in (0, 1):
                     for i in T.vectorized(4):
@@ -173,7 +173,7 @@ def products(form: Form):
     @T.macro
     def multiply(acc, height, *rings):
         """Multiply a tile."""
-        if height > LOW:
+        if form.high and height > LOW:
             multiply_high(acc, *rings)
         else:
             dispatch(0, height, acc, *rings)

@@ -243,7 +243,7 @@ def results(form: Form):
         lane = member % WARP
         tall = member // WARP * STEP + lane // 4
         by = T.alloc_local((4,), T.float32)
-        if place[4] > LOW:
+        if form.high and place[4] > LOW:
             finish_high(acc, lane, place, biases, formula)
             if form.quantizes:
                 scale_high(by, acc, number, group, lane, tall, place, out_scale, largest)

@@ -44,8 +44,13 @@ CONFIG = {
 
 def check_stages(stages: int) -> None:
     """Raise unless kernels of so many stages are right."""
-    if stages & (stages - 1) or stages + 2 > QUEUE:
-        raise ValueError(f"stages: takes a power of two up to {QUEUE - 2}, got {stages}")
+    if stages + 2 > QUEUE:
+        raise ValueError(f"stages: takes up to {QUEUE - 2}, got {stages}")
+
+
+def within(slot, stages: int):
+    """Return a stage, known to the compiler to be one: then addresses in the ring are simple."""
+    return T.max(0, T.min(slot, stages - 1))
 
 
 def told_at(steps):

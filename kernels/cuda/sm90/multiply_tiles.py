@@ -53,6 +53,7 @@ def build(
     role: str,
     block_m: int,
     stages: int,
+    together: int,
     streams: bool,
 ):
     """Build the kernel. All sizes and strides are run-time values.
@@ -67,6 +68,7 @@ def build(
             row of ``a`` for each row of ``out``; it is None in others.
         block_m: Most rows of a tile, a multiple of 32.
         stages: Loads in flight.
+        together: How many stages of weights are loaded at a time, 1 or 2.
         streams: Whether weights are the first to leave L2.
 
     In the kernel: G slabs of M rows (one slab of all rows in a contiguous layout, one an expert in
@@ -109,6 +111,23 @@ def build(
             found[i] = -1
             if row < tile[3]:
                 found[i] = sources[row]
+
+    @T.macro
+    def load_weights(k, steps, expert, column, weights, slots, w_ring, full):
+        """Load the weights of step ``k`` of a job, and of the next if two are loaded together."""
+        for part in tuple(range(parts)):
+            for i in tuple(range(together)):
+                if k + i < steps:
+                    T.tma_copy(
+                        weights[part][
+                            expert, column : column + columns, (k + i) * DEPTH : (k + i + 1) * DEPTH
+                        ],
+                        w_ring[
+                            jobs.within(slots[i], stages), part * columns : (part + 1) * columns, :
+                        ],
+                        barrier=full[slots[i]],
+                        **hint,
+                    )
 
     @T.prim_func
     def grouped_gemm(
@@ -193,18 +212,13 @@ def build(
                             if tells:
                                 jobs.wait_stored(k, steps, stored, number)
                             T.barrier_wait(empty[slot], phase)
-                            here = slot & (stages - 1)  # what the compiler knows to be small
-                            for part in tuple(range(parts)):
-                                T.tma_copy(
-                                    (gate, up)[part][
-                                        expert,
-                                        column : column + columns,
-                                        k * DEPTH : (k + 1) * DEPTH,
-                                    ],
-                                    w_ring[here, part * columns : (part + 1) * columns, :],
-                                    barrier=full[slot],
-                                    **hint,
-                                )
+                            following = T.Select(slot == stages - 1, 0, slot + 1)
+                            if k % together == 0:
+                                if together == 2 and k + 1 < steps:
+                                    turn = phase ^ T.Select(following == 0, 1, 0)
+                                    T.barrier_wait(empty[following], turn)
+                                slots, weights = (slot, following), (gate, up)
+                                load_weights(k, steps, expert, column, weights, slots, w_ring, full)
                             # What is loaded of rows past the end gives results that nobody stores.
                             for row in () if gathers else tuple(range(0, block_m, BOX)):
                                 if first + row < end:
@@ -215,13 +229,13 @@ def build(
                                             first + row : first + row + rows,
                                             k * DEPTH : (k + 1) * DEPTH,
                                         ],
-                                        a_ring[here, row : row + rows, :],
+                                        a_ring[jobs.within(slot, stages), row : row + rows, :],
                                         barrier=full[slot],
                                     )
                             if T.shuffle_elect(WARP):
                                 T.barrier_arrive(full[slot])
                             phase = phase ^ T.Select(slot == stages - 1, 1, 0)
-                            slot = T.Select(slot == stages - 1, 0, slot + 1)
+                            slot = following
                         number = number + 1
                     if tells:
                         jobs.tell_stored(tiles, stored, number, line)
@@ -339,6 +353,7 @@ def multiply_tiles(
         role,
         tile.block_m,
         tile.stages,
+        tile.together,
         tile.streams,
     )
     kernel(

@@ -21,7 +21,6 @@ from tileops.kernels.cuda.sm90.fp8_form import (
     DEPTH,
     HIGH,
     LOW,
-    SCALES,
     VECTOR,
     Form,
 )
@@ -52,7 +51,9 @@ def build(
     bias_dtype: str,
     activation: str,
     role: str,
+    block_m: int,
     stages: int,
+    together: int,
     streams: bool,
 ):
     """Build the kernel. All sizes and strides are run-time values; FP8 numbers are bytes.
@@ -62,7 +63,9 @@ def build(
         bias_dtype: Type of the biases; ``"none"`` without any, and None is passed for both.
         activation: ``"none"`` or the name of an activation.
         role: As in `multiply_tiles`: ``"alone"``, ``"first"`` or ``"second"``.
+        block_m: Most rows of a tile: as `Form` takes them.
         stages: Loads in flight.
+        together: How many stages of weights are loaded at a time, 1 or 2.
         streams: Whether weights are the first to leave L2.
 
     In the kernel: letters as in `multiply_tiles`; S rows of scales of the weights of an expert,
@@ -70,15 +73,15 @@ def build(
     unless ``out`` is FP8.
     """
     jobs.check_stages(stages)
-    form = Form(out_dtype, bias_dtype != "none", activation, role, stages)
+    form = Form(out_dtype, bias_dtype != "none", activation, role, block_m, stages)
     multiply, store = products(form), results(form)
     look_up, look_ahead = jobs.finder(role, form.columns)
     bias_dtype = bias_dtype if form.has_bias else "float32"
     parts, columns, own = form.parts, form.columns, form.own
     # of a gatherer, each of half of 8 rows; and for scales, each of a row a thread
-    passes = 2 * -(-HIGH // (GRAIN * GATHERERS))
+    passes = 2 * -(-block_m // (GRAIN * GATHERERS))
     gatherers = GATHERERS * WARP
-    scale_passes = -(-HIGH // gatherers)
+    scale_passes = -(-block_m // gatherers)
     tells, waits = role == "first", role == "second"
     hint = {"eviction_policy": "evict_first"} if streams else {}
 
@@ -120,6 +123,28 @@ def build(
             if row < tile[3]:
                 scaled_row[i] = sources[row] if form.gathers else row
 
+    @T.macro
+    def load_weights(k, steps, expert, column, weights, slots, w_ring, full):
+        """Load the weights of step ``k`` of a job, and of the next if two are loaded together.
+
+        A warpgroup's are together: its gate rows, then their up rows.
+        """
+        for group in tuple(range(MATH_GROUPS)) if parts == 2 else (0,):
+            for part in tuple(range(parts)):
+                to = (group * 2 + part) * HALF
+                rows = WEIGHTS if parts == 1 else HALF
+                at = column + group * own
+                for i in tuple(range(together)):
+                    if k + i < steps:
+                        T.tma_copy(
+                            weights[part][
+                                expert, at : at + rows, (k + i) * DEPTH : (k + i + 1) * DEPTH
+                            ],
+                            w_ring[jobs.within(slots[i], stages), to : to + rows, :],
+                            barrier=full[slots[i]],
+                            **hint,
+                        )
+
     @T.prim_func
     def grouped_gemm_fp8(
         a: T.StridedTensor[(slabs, a_rows, depth), (a_slab, a_row, 1), T.uint8],
@@ -157,8 +182,8 @@ def build(
     ):
         with T.Kernel(num_blocks, threads=MATH_THREADS + WARPGROUP, prelude=CUDA + FP8) as start:
             w_ring = T.alloc_shared((stages, WEIGHTS, DEPTH), T.uint8)
-            a_ring = T.alloc_shared((stages, HIGH, DEPTH), T.uint8)
-            scale = T.alloc_shared((stages, SCALES), T.float32)
+            a_ring = T.alloc_shared((stages, block_m, DEPTH), T.uint8)
+            scale = T.alloc_shared((stages, form.scales), T.float32)
             T.annotate_layout(
                 {
                     w_ring: make_full_bank_swizzled_layout(w_ring),
@@ -228,24 +253,15 @@ def build(
                             if tells:
                                 jobs.wait_stored(k, steps, stored, number)
                             T.barrier_wait(empty[slot], phase)
-                            here = slot & (stages - 1)  # what the compiler knows to be small
-                            # a warpgroup's weights are together: its gate rows, then their up rows
-                            for group in tuple(range(MATH_GROUPS)) if parts == 2 else (0,):
-                                for part in tuple(range(parts)):
-                                    to = (group * 2 + part) * HALF
-                                    rows = WEIGHTS if parts == 1 else HALF
-                                    T.tma_copy(
-                                        (gate, up)[part][
-                                            expert,
-                                            column + group * own : column + group * own + rows,
-                                            k * DEPTH : (k + 1) * DEPTH,
-                                        ],
-                                        w_ring[here, to : to + rows, :],
-                                        barrier=full[slot],
-                                        **hint,
-                                    )
+                            following = T.Select(slot == stages - 1, 0, slot + 1)
+                            if k % together == 0:
+                                if together == 2 and k + 1 < steps:
+                                    turn = phase ^ T.Select(following == 0, 1, 0)
+                                    T.barrier_wait(empty[following], turn)
+                                slots, weights = (slot, following), (gate, up)
+                                load_weights(k, steps, expert, column, weights, slots, w_ring, full)
                             # What stands for rows past the end is not stored, whatever it is.
-                            for rows in () if form.gathers else (LOW, HIGH):
+                            for rows in () if form.gathers else (LOW, HIGH)[: 1 + form.high]:
                                 if (end - first > LOW) == (rows == HIGH):
                                     T.tma_copy(
                                         a[
@@ -253,13 +269,13 @@ def build(
                                             first : first + rows,
                                             k * DEPTH : (k + 1) * DEPTH,
                                         ],
-                                        a_ring[here, 0:rows, :],
+                                        a_ring[jobs.within(slot, stages), 0:rows, :],
                                         barrier=full[slot],
                                     )
                             if T.shuffle_elect(WARP):
                                 T.barrier_arrive(full[slot])
                             phase = phase ^ T.Select(slot == stages - 1, 1, 0)
-                            slot = T.Select(slot == stages - 1, 0, slot + 1)
+                            slot = following
                         number = number + 1
                     if tells:
                         jobs.tell_stored(tiles, stored, number, line)
@@ -304,12 +320,12 @@ def build(
                                     )
                             if other < MATH_GROUPS:
                                 load_number(
-                                    T.access_ptr(scale[slot, HIGH + other], "w", 1),
+                                    T.access_ptr(scale[slot, block_m + other], "w", 1),
                                     gate_scale[expert, scaled, k],
                                 )
                             elif other < MATH_GROUPS * parts:
                                 load_number(
-                                    T.access_ptr(scale[slot, HIGH + other], "w", 1),
+                                    T.access_ptr(scale[slot, block_m + other], "w", 1),
                                     up_scale[expert, scaled, k],
                                 )
                             T.cp_async_barrier_noinc(full[slot])
@@ -402,7 +418,9 @@ def multiply_tiles_fp8(
         "none" if some_bias is None else dtype_name(some_bias),
         activation.name,
         role,
+        tile.block_m,
         tile.stages,
+        tile.together,
         tile.streams,
     )
     kernel(
