@@ -1,15 +1,19 @@
+from functools import partial
+
 import formulas
 import pytest
 import torch
 from test_fused_moe import experts_case
 
 from tileops import targets
+from tileops.kernels.cuda.sm90.fused_experts import indexed_is_faster
 from tileops.moe import FusedMoEExpertsFwdOp, IndexedExpertMLPFwdOp
 from tileops.workloads.layer import eager_experts
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "E", "K"), [(0, 6, 3), (1, 6, 3), (4, 6, 3), (3, 64, 8), (30, 5, 5)]
+    ("num_tokens", "E", "K"),
+    [(0, 6, 3), (1, 6, 3), (4, 6, 3), (3, 64, 8), (30, 5, 5), (32, 264, 8)],
 )
 @pytest.mark.parametrize(("H", "F"), [(128, 256), (72, 40)])
 def test_matches_the_formula(
@@ -66,13 +70,14 @@ def test_the_experts_op_with_few_routes(
     assert_accurate(output, formulas.experts(*args), eager_experts(*args))
 
 
+@pytest.mark.parametrize("T", [12, 13, 32])
 def test_the_experts_op_with_few_routes_of_many_experts(
-    target, device, dtype, assert_accurate, poison
+    target, device, dtype, T, assert_accurate, poison
 ):
-    """As many routes as the indexed form takes."""
-    x, wg, wd, weights, ids, bg, bd = experts_case(device, dtype, 32, 264, 8, 256, 128, True)
+    """As many routes as are left to the indexed form on a GPU, more, and as many as elsewhere."""
+    x, wg, wd, weights, ids, bg, bd = experts_case(device, dtype, T, 264, 8, 256, 128, True)
     output = torch.full_like(x, float("nan"))
-    poison(256 * 128 * 4, 256 * 256 * 4)
+    poison(8 * T * 128 * 4, 8 * T * 256 * 4)
     FusedMoEExpertsFwdOp(target=target)(output, x, wg, wd, weights, ids, bg, bd)
     args = x, wg, wd, weights, ids, "silu_and_mul", bg, bd
     assert_accurate(output, formulas.experts(*args), eager_experts(*args))
@@ -91,7 +96,7 @@ def test_biases_of_few_routes_are_independent(target, device, which, assert_accu
 def test_an_expert_twice_in_a_token_and_more_than_eight_times_in_all(
     target, device, assert_accurate
 ):
-    x, wg, wd, weights, ids, bg, bd = experts_case(device, torch.bfloat16, 20, 128, 5, 72, 40)
+    x, wg, wd, weights, ids, bg, bd = experts_case(device, torch.bfloat16, 19, 128, 5, 72, 40)
     ids[:, 1] = ids[:, 0]
     ids[3:, 2] = 77
     ids[5], ids[6, 4] = -1, 128
@@ -145,3 +150,18 @@ def test_output_must_not_overlap(target, device):
         ValueError, match="IndexedExpertMLPFwdOp: output must not overlap hidden_states"
     ):
         IndexedExpertMLPFwdOp(target=target)(x, x, wg, wd, weights, ids)
+
+
+@pytest.mark.parametrize(
+    ("E", "K", "H", "F", "left", "taken"),
+    [
+        (128, 8, 2048, 768, 12, 13),  # 96 routes
+        (256, 8, 7168, 2048, 4, 8),  # 3 GB
+        (8, 2, 4096, 14336, 4, 5),
+    ],
+)
+def test_what_the_tiles_of_a_gpu_leave_to_it(E, K, H, F, left, taken):
+    empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    weights = empty(E, 2 * F, H), empty(E, H, F)
+    assert indexed_is_faster(*weights, empty(left, K))
+    assert not indexed_is_faster(*weights, empty(taken, K))

@@ -22,6 +22,18 @@ from tileops.moe.experts import few_routes
 from tileops.moe.grouped_gemm import ACTIVATIONS, gate_and_up
 
 LAYOUT = ContiguousLayoutSpec.tight_physical_psum()
+INDEXED_ROUTES = 96
+"""Most routes that are left to the indexed form: it is the faster one with 64, not with 128."""
+INDEXED_BYTES = 3e9
+"""Most bytes of weights of so many experts as there are routes, in that form: it takes less time
+before and after, but reads more slowly."""
+
+
+def indexed_is_faster(w_gate_up, w_down, topk_ids) -> bool:
+    """Say whether the indexed form takes less time for a call that it can serve."""
+    num_routes, size = topk_ids.numel(), w_down.element_size()
+    of_expert = size * (w_gate_up.shape[1:].numel() + w_down.shape[1:].numel())
+    return num_routes <= INDEXED_ROUTES and num_routes * of_expert <= INDEXED_BYTES
 
 
 def refuse(
@@ -46,7 +58,7 @@ def refuse(
     num_experts, hidden, ffn = w_down.shape
     if hidden % 8 or ffn % 8 or not (hidden and ffn and num_experts):
         return f"takes H and F that are multiples of 8 (16 bytes) above 0, got {hidden} and {ffn}"
-    if few_routes(w_down, topk_ids):
+    if few_routes(w_down, topk_ids) and indexed_is_faster(w_gate_up, w_down, topk_ids):
         return (
             f"leaves {topk_ids.numel()} routes of {num_experts} experts to indexed_expert_mlp_fwd"
         )
