@@ -227,6 +227,56 @@ def test_many_tokens(target, device, scoring, num_experts, groups, kept, top_k, 
         torch.testing.assert_close(weights, want_weights, equal_nan=True)
 
 
+@pytest.mark.parametrize(
+    ("num_experts", "groups", "kept", "top_k"),
+    [
+        (128, 1, 1, 8),
+        (60, 1, 1, 4),
+        (64, 1, 1, 6),
+        (1024, 1, 1, 16),
+        (1025, 1, 1, 8),
+        (160, 8, 3, 6),
+        (96, 3, 2, 8),
+    ],
+)
+def test_logits_that_differ_in_their_last_bits(kernels, device, num_experts, groups, kept, top_k):
+    logits = logits_without_ties(MANY, num_experts)
+    order = logits.argsort(-1, descending=True)
+    starts = torch.arange(0, num_experts, num_experts // groups)
+    close = [
+        order[:, :2],
+        order[:, top_k - 2 : top_k],
+        order[:, top_k - 1 : top_k + 1],
+        order[:, 1 : top_k + 3],
+        order,
+        logits.view(MANY, groups, -1).argmax(-1) + starts,  # the best of each group
+    ]
+    row = torch.arange(MANY)
+    every = row // 512 % 2 == 0  # elsewhere they share warps with rows of no such logits
+    for n, experts in enumerate(close):
+        value = logits.gather(1, experts[:, :1])
+        bits = value.view(torch.int32) + torch.randint(0, 3, experts.shape, dtype=torch.int32)
+        near = logits.scatter(1, experts, bits.view(torch.float32))
+        rows = (row // 64 % len(close) == n) & (every | (row % 5 == 0))
+        logits[rows] = near[rows]
+    logits[1::7] = logits[1::7].bfloat16().float()
+    logits[3::35] = -logits[3::35].abs()
+    logits[::11, ::4] = -INF
+    logits[::13, 1::4] = NAN
+    logits[::17, 2::4] = 0.0
+    logits[::17, 3::8] = -0.0
+    for renormalize in (False, True):
+        settings = top_k, "softmax", renormalize, groups, kept
+        weights, ids = FusedTopKFwdOp(*settings, target=kernels)(logits.to(device))
+        want_weights, want_ids = FusedTopKFwdOp(*settings, target="reference")(logits)
+        assert torch.equal(ids.cpu(), want_ids)
+        torch.testing.assert_close(weights.cpu(), want_weights, equal_nan=True)
+
+
+def test_one_expert_is_not_merged():
+    assert not topk_merge.takes(MANY, 128, 1, 1)
+
+
 def test_many_tokens_with_a_bias(target, device):
     bias = torch.linspace(-1, 1, 256, device=device)[torch.randperm(256)]
     op = FusedTopKFwdOp(8, "sigmoid", True, 8, 4, 2.5, target=target)

@@ -389,7 +389,7 @@ def takes(num_tokens: int, num_experts: int, top_k: int, num_groups: int) -> boo
     """Return whether `launch` can serve a call, and faster than `topk`."""
     return (
         num_tokens >= MANY
-        and top_k <= MAX_KEPT
+        and 1 < top_k <= MAX_KEPT
         and num_groups <= WARP
         and num_experts <= MAX_EXPERTS
     )
