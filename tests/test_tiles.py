@@ -3,6 +3,7 @@
 import pytest
 import torch
 from test_gpu import assert_near
+from test_grouped_gemm import ends_of, tight_rows
 from test_grouped_gemm_fp8 import check, operands
 
 from tileops.kernels.cuda.grouped_gemm_tiles import COUNT, MOST_TOGETHER, grouped_gemm_tiles
@@ -98,15 +99,26 @@ def test_many_short_jobs_in_slabs():
         torch.testing.assert_close(out[expert, :count].float(), want, rtol=2**-8, atol=1e-3)
 
 
-@pytest.mark.parametrize("num_experts", [8, 300])
-def test_many_short_jobs_of_two_products(num_experts):
-    tokens, hidden, ffn = 100_000, 64, 64
+# Up to 32 rows an expert, stages of weights are loaded in pairs: of an odd number, the last alone.
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "hidden", "ffn"),
+    [
+        (100_000, 8, 64, 64),
+        (100_000, 300, 64, 64),
+        (700, 100, 64, 320),
+        (700, 100, 192, 64),
+        (700, 100, 712, 128),
+        (700, 100, 128, 8),
+    ],
+)
+def test_many_short_jobs_of_two_products(tokens, num_experts, hidden, ffn):
     x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda")
-    up = torch.randn(num_experts, 2 * ffn, hidden, dtype=torch.bfloat16, device="cuda") / 8
-    down = torch.randn(num_experts, hidden, ffn, dtype=torch.bfloat16, device="cuda") / 8
+    up = torch.randn(num_experts, 2 * ffn, hidden, dtype=torch.bfloat16, device="cuda")
+    down = torch.randn(num_experts, hidden, ffn, dtype=torch.bfloat16, device="cuda")
     ids = torch.rand(tokens, num_experts, device="cuda").topk(4).indices.int()
+    ids[:150, 0] = 7  # more rows than one tile has
     weights = torch.rand(tokens, 4, device="cuda")
-    args = x, up, down, weights, ids
+    args = x, up / hidden**0.5, down / ffn**0.5, weights, ids
     out, want = torch.full_like(x, float("nan")), torch.empty_like(x)
     FusedMoEExpertsFwdOp(target="cuda")(out, *args)
     FusedMoEExpertsFwdOp(target="reference")(want, *args)
@@ -115,70 +127,37 @@ def test_many_short_jobs_of_two_products(num_experts):
     torch.testing.assert_close(out, want, rtol=2**-7, atol=4 * 2**-8)
 
 
-# Up to 32 rows an expert, stages of weights are loaded in pairs: of an odd number, the last alone.
+def check_rows(layout, metadata, counts, width, depth):
+    """Compare each result of a product with float64: float32 sums of size 1, rounded once."""
+    a = torch.randn(sum(counts), depth, dtype=torch.bfloat16, device="cuda")
+    b = torch.randn(len(counts), width, depth, dtype=torch.bfloat16, device="cuda") / depth**0.5
+    out = torch.full((len(a), width), float("nan"), dtype=torch.bfloat16, device="cuda")
+    MoEGroupedGemmFwdOp(layout=layout, target="cuda")(a, b, metadata, out=out)
+    for expert, rows in tight_rows(counts):
+        want = a[rows].double() @ b[expert].double().T
+        torch.testing.assert_close(out[rows].double(), want, rtol=2**-8, atol=2**-12)
+
+
 FEW_ROWS = (1, 0, 64, 65, 200, 8, 31, *[3] * 25)
 
 
 @pytest.mark.parametrize("depth", [8, 64, 72, 128, 192, 256, 320, 384, 712])
 def test_few_rows_of_any_depth(depth):
-    experts, width = len(FEW_ROWS), 264
-    counts = torch.tensor(FEW_ROWS, device="cuda")
     layout = ContiguousLayoutSpec.tight_physical_psum()
-    a = torch.randn(sum(FEW_ROWS), depth, dtype=torch.bfloat16, device="cuda")
-    b = torch.randn(experts, width, depth, dtype=torch.bfloat16, device="cuda") / depth**0.5
-    out = torch.full((len(a), width), float("nan"), dtype=torch.bfloat16, device="cuda")
-    MoEGroupedGemmFwdOp(layout=layout, target="cuda")(
-        a, b, counts.cumsum(0, dtype=torch.int32), out=out
-    )
-    ends = counts.cumsum(0).tolist()
-    for expert, (end, count) in enumerate(zip(ends, FEW_ROWS, strict=True)):
-        rows = slice(end - count, end)
-        want = a[rows].float() @ b[expert].float().T
-        torch.testing.assert_close(out[rows].float(), want, rtol=2**-7, atol=2**-10)
-
-
-@pytest.mark.parametrize(("hidden", "ffn"), [(64, 320), (192, 64), (712, 128), (128, 8)])
-def test_two_products_of_few_rows(hidden, ffn):
-    tokens, experts = 700, 100
-    x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda")
-    up = torch.randn(experts, 2 * ffn, hidden, dtype=torch.bfloat16, device="cuda") / hidden**0.5
-    down = torch.randn(experts, hidden, ffn, dtype=torch.bfloat16, device="cuda") / ffn**0.5
-    ids = torch.rand(tokens, experts, device="cuda").topk(4).indices.int()
-    ids[:150, 0] = 7  # more than a tile takes
-    args = x, up, down, torch.rand(tokens, 4, device="cuda"), ids
-    out, want = torch.full_like(x, float("nan")), torch.empty_like(x)
-    FusedMoEExpertsFwdOp(target="cuda")(out, *args)
-    FusedMoEExpertsFwdOp(target="reference")(want, *args)
-    assert_near(out, want, torch.bfloat16)
-    torch.testing.assert_close(out, want, rtol=2**-7, atol=4 * 2**-8)
+    check_rows(layout, ends_of(FEW_ROWS, "cuda"), FEW_ROWS, 264, depth)
 
 
 def test_many_short_jobs_of_few_rows():
-    experts, width, depth = 3000, 512, 64
-    counts = torch.randint(0, 50, (experts,), device="cuda")
-    layout = ContiguousLayoutSpec.tight_per_row()
-    labels = torch.arange(experts, dtype=torch.int32, device="cuda").repeat_interleave(counts)
-    a = torch.randn(len(labels), depth, dtype=torch.bfloat16, device="cuda")
-    b = torch.randn(experts, width, depth, dtype=torch.bfloat16, device="cuda")
-    out = torch.full((len(a), width), float("nan"), dtype=torch.bfloat16, device="cuda")
-    MoEGroupedGemmFwdOp(layout=layout, target="cuda")(a, b, labels, out=out)
-    ends = counts.cumsum(0).tolist()
-    for expert, (end, count) in enumerate(zip(ends, counts.tolist(), strict=True)):
-        rows = slice(end - count, end)
-        want = a[rows].float() @ b[expert].float().T
-        torch.testing.assert_close(out[rows].float(), want, rtol=2**-8, atol=1e-3)
+    counts = torch.randint(0, 50, (3000,), device="cuda")
+    labels = torch.arange(3000, dtype=torch.int32, device="cuda").repeat_interleave(counts)
+    check_rows(ContiguousLayoutSpec.tight_per_row(), labels, counts.tolist(), 512, 64)
 
 
 @pytest.mark.parametrize("depth", [128, 256, 384, 640, 896])
 def test_few_rows_of_any_depth_in_fp8(depth):
     args = operands((sum(FEW_ROWS),), len(FEW_ROWS), 384, depth, "cuda")
-    layout = ContiguousLayoutSpec.tight_physical_psum()
-    ends = torch.tensor(FEW_ROWS, device="cuda").cumsum(0, dtype=torch.int32)
-    of_rows = [
-        (e, slice(end - count, end))
-        for e, (end, count) in enumerate(zip(ends.tolist(), FEW_ROWS, strict=True))
-    ]
-    check(MoEGroupedGemmFP8FwdOp(layout, target="cuda"), *args, ends, of_rows)
+    op = MoEGroupedGemmFP8FwdOp(ContiguousLayoutSpec.tight_physical_psum(), target="cuda")
+    check(op, *args, ends_of(FEW_ROWS, "cuda"), tight_rows(FEW_ROWS))
 
 
 def test_many_short_jobs_in_fp8():

@@ -98,7 +98,7 @@ def test_the_kernels_of_all_manifests_are_few():
     steps = verify.steps(load_all(), warmup.TOKENS, ["uniform"])
     builds, refused = warmup.needed(steps, "sm_90a")
     assert not refused
-    assert 10 < len(builds) < 100
+    assert 10 < len(builds) < 90
     for tokens in ([3], [77, 3000], [9000, 70_000]):
         more, _ = warmup.needed(verify.steps(load_all(), tokens, ["uniform"]), "sm_90a")
         assert set(more) <= set(builds)

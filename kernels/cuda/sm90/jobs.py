@@ -53,6 +53,21 @@ def within(slot, stages: int):
     return T.max(0, T.min(slot, stages - 1))
 
 
+@T.macro
+def wait_together(k, steps, empty, following, phase):
+    """Wait for the stage after that of load ``k``, if it is loaded at the same time.
+
+    Args:
+        k: The load, of ``steps`` of a job.
+        steps: Loads of the job.
+        empty: The barriers of the stages.
+        following: The stage.
+        phase: That of the barrier of the stage before.
+    """
+    if k + 1 < steps:
+        T.barrier_wait(empty[following], phase ^ T.Select(following == 0, 1, 0))
+
+
 def told_at(steps):
     """Return the step of a job at which the next one is told."""
     return T.truncdiv(steps * 3, 4)

@@ -255,9 +255,8 @@ def build(
                             T.barrier_wait(empty[slot], phase)
                             following = T.Select(slot == stages - 1, 0, slot + 1)
                             if k % together == 0:
-                                if together == 2 and k + 1 < steps:
-                                    turn = phase ^ T.Select(following == 0, 1, 0)
-                                    T.barrier_wait(empty[following], turn)
+                                if together == 2:
+                                    jobs.wait_together(k, steps, empty, following, phase)
                                 slots, weights = (slot, following), (gate, up)
                                 load_weights(k, steps, expert, column, weights, slots, w_ring, full)
                             # What stands for rows past the end is not stored, whatever it is.
